@@ -1,0 +1,1 @@
+"""Sources: what parameters are read from."""

@@ -1,0 +1,124 @@
+"""Regions: the byte ranges of stored tensors that one input consumes, in consumption order.
+
+Nothing here imports torch or reads weight payloads on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What the digest memo trusts about a file: see ``docs/caching.md``."""
+
+    path: str  # real path
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    header: bytes  # digest of the parsed header; empty for a file without one
+
+
+@runtime_checkable
+class SourceFile(Protocol):
+    """Bytes that regions refer to: a checkpoint file, or an array in memory."""
+
+    @property
+    def path(self) -> Path | None:
+        """The path as it was given; None for bytes in memory."""
+
+    def identity(self) -> FileIdentity | None:
+        """The file as it is on disk now (one ``stat``); None for bytes in memory."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``. Thread-safe. Raises ``ValueError`` naming the file when it is too short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive bytes ``[begin, end)`` of one file."""
+
+    file: SourceFile
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Spans in consumption order; neighbours that join up are one span."""
+
+    spans: tuple[Span, ...]
+
+    @staticmethod
+    def of(spans: Iterable[Span]) -> Region:
+        """The region of ``spans``, joined where one ends where the next begins."""
+        joined: list[Span] = []
+        for span in spans:
+            if span.begin == span.end:
+                continue
+            last = joined[-1] if joined else None
+            if last is not None and last.file is span.file and last.end == span.begin:
+                joined[-1] = Span(span.file, last.begin, span.end)
+            else:
+                joined.append(span)
+        return Region(tuple(joined))
+
+    @property
+    def length(self) -> int:
+        return sum(span.end - span.begin for span in self.spans)
+
+    def select(self, ranges: Sequence[tuple[int, int]]) -> Region:
+        """The sub-region of the byte ranges ``ranges`` of this region, in their order; repeats are allowed."""
+        if len(self.spans) == 1:  # by far the commonest: rows of one tensor
+            span = self.spans[0]
+            return Region.of(Span(span.file, span.begin + begin, span.begin + end) for begin, end in ranges)
+        return Region.of(piece for begin, end in ranges for piece in self._slice(begin, end))
+
+    def _slice(self, begin: int, end: int) -> Iterable[Span]:
+        start = 0
+        for span in self.spans:
+            size = span.end - span.begin
+            first, last = max(begin, start), min(end, start + size)
+            if first < last:
+                yield Span(span.file, span.begin + first - start, span.begin + last - start)
+            start += size
+            if start >= end:
+                return
+
+
+class RegionReader:
+    """Sequential reading of one region. ``observe`` sees every byte, in order, before the caller does."""
+
+    def __init__(self, region: Region, observe: Observer | None = None):
+        self._spans = region.spans
+        self._observe = observe
+        self._index = 0
+        self._offset = region.spans[0].begin if region.spans else 0
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill ``buffer`` (bytes, contiguous) with the next ``len(buffer)`` bytes of the region."""
+        filled = 0
+        while filled < len(buffer):
+            if self._index >= len(self._spans):
+                raise ValueError("read past the end of a region")
+            span = self._spans[self._index]
+            count = min(len(buffer) - filled, span.end - self._offset)
+            span.file.read_into(self._offset, buffer[filled : filled + count])
+            filled += count
+            self._offset += count
+            if self._offset == span.end:
+                self._index += 1
+                if self._index < len(self._spans):
+                    self._offset = self._spans[self._index].begin
+        if self._observe is not None:
+            self._observe(buffer)
+
+
+class Observer(Protocol):
+    """Called with each buffer that was read."""
+
+    def __call__(self, data: memoryview, /) -> None: ...
