@@ -200,13 +200,13 @@ def _object(value: Any, label: str) -> ArtifactObject:
     kind = check_object(value, label).get("kind")
     if kind == "tensor":
         return _tensor_object(value, label)
-    if kind == "resource":
-        record = check_members(value, ("id", "kind", "encoding", "offset", "bytes"), (), label)
-        identifier = check_id(record["id"], f"{label}.id")
-        label = f"object {identifier!r}"
-        encoding = check_id(record["encoding"], f"{label}: encoding")
-        return ResourceObject(identifier, encoding, *_extent(record, label))
-    fail(f"{label}.kind", "must be 'tensor' or 'resource'")
+    if kind != "resource":
+        fail(f"{label}.kind", "must be 'tensor' or 'resource'")
+    record = check_members(value, ("id", "kind", "encoding", "offset", "bytes"), (), label)
+    identifier = check_id(record["id"], f"{label}.id")
+    label = f"object {identifier!r}"
+    encoding = check_id(record["encoding"], f"{label}: encoding")
+    return ResourceObject(identifier, encoding, *_extent(record, label))
 
 
 def _tensor_object(value: dict[str, Any], label: str) -> TensorObject:

@@ -72,7 +72,7 @@ def check_members(value: Any, required: Sequence[str], optional: Iterable[str], 
     if len(record) > len(required):
         extra = record.keys() - {*required, *optional}
         if extra:
-            fail(label, f"unknown member {min(extra, key=str)!r}")
+            fail(label, f"unknown member {min(extra, key=str)!a}")
     return record
 
 
