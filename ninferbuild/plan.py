@@ -1,0 +1,399 @@
+"""From a configured recipe to physical parents, and to the bindings and uses of the artifact's directory.
+
+Planning is torch-free: built-in methods are checked through :meth:`Rule.check`, which looks at shapes, names and
+scalars; a user's method is called by :func:`prepare_user_method` only when its parent has to be encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ninferbuild.artifact.formats import DIRECT_FORMATS, default_layout
+from ninferbuild.artifact.layouts import encoded_size
+from ninferbuild.artifact.schema import TensorSpec
+from ninferbuild.auxiliaries import AuxiliaryObject, merge_auxiliaries, use_records
+from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, MethodInput, PreparedMethod, PrepareRequest
+from ninferbuild.recipe import PreparedRecipe, Recipe, Selection, WeightJob
+from ninferbuild.rules import rule_of
+from ninferbuild.rules.rule import Rule, RuleCheck
+from ninferbuild.sources.logical import LogicalSource, leading_rows
+
+__all__ = ["AuxiliaryObject", "Fragment", "Parent", "PlannedRecipe", "plan_parents", "prepare", "prepare_user_method"]
+
+Item = tuple[str, Selection]
+"""A parameter and the selection of it that is stored."""
+
+
+class Fragment(NamedTuple):
+    """Elements ``[first, last)`` of a parent: they are the parameter's elements from ``begin`` on."""
+
+    parameter: str
+    begin: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """One physical tensor object.
+
+    Attributes:
+        request: what its method sees.
+        rule: the built-in method, or None for a user's.
+        checked: what the rule's check gave; None for a user's method, or when the check was not asked for.
+        fragments: where the parameters lie, in parent order.
+    """
+
+    request: PrepareRequest
+    method: Method
+    method_name: str
+    rule: Rule | None
+    checked: RuleCheck | None
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def target(self) -> TensorSpec:
+        return self.request.target
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameter names in parent order."""
+        return tuple(item.parameter for item in self.request.inputs)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the sources in parent order."""
+        return tuple(item.source.label for item in self.request.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRecipe:
+    """Parents in object order and the directory's bindings. Valid as long as ``recipe`` is not configured further."""
+
+    recipe: Recipe
+    parents: tuple[Parent, ...]
+    bindings: dict[str, dict[str, Any]]
+
+    def uses(
+        self, auxiliaries: Sequence[Mapping[AuxiliaryKey, AuxiliaryValue]]
+    ) -> tuple[list[dict[str, Any]], list[AuxiliaryObject]]:
+        """The directory's uses, and the auxiliary objects they refer to.
+
+        Args:
+            auxiliaries: what each parent's method supplies, in parent order: for a rule ``checked.auxiliaries``, for
+                a user's method what it returned.
+
+        Raises:
+            ValueError: values conflict, are malformed or belong to no use, or a shared NVFP4 parameter lacks the
+                activation divisor that ``AllowA4`` needs.
+        """
+        if len(auxiliaries) != len(self.parents):
+            raise ValueError(f"{len(self.parents)} parents need as many tables of auxiliaries, not {len(auxiliaries)}")
+        return use_records(self.recipe, merge_auxiliaries(self.recipe, auxiliaries))
+
+
+def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "") -> PlannedRecipe:
+    """Plan every parent and check its built-in method; methods of users are not called.
+
+    Raises:
+        ValueError: a group, format, layout or method does not suit its parameters, with their names.
+    """
+    parents = tuple(
+        parent if parent.rule is None else replace(parent, checked=_check(parent.rule, parent))
+        for parent in _parents(recipe, device, rows_per_chunk)
+    )
+    # What is known already is refused now rather than after hours of encoding.
+    merge_auxiliaries(recipe, (parent.checked.auxiliaries for parent in parents if parent.checked is not None))
+    return PlannedRecipe(recipe, parents, _bindings(recipe, parents))
+
+
+def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
+    """Call the method of a parent for ``device``.
+
+    Raises:
+        ValueError: the method raised; its message follows the parameter names, and the exception is the cause.
+        TypeError: it returned something else than ``request.job(...)``.
+    """
+    try:
+        prepared = parent.method(replace(parent.request, device=device))
+    except Exception as error:
+        raise _method_error(parent, error) from error
+    if not isinstance(prepared, PreparedMethod):
+        raise TypeError(
+            f"{_prefix(parent.names)}: method {parent.method_name} must return request.job(...), "
+            f"not {type(prepared).__name__}"
+        )
+    return prepared
+
+
+def prepare(recipe: Recipe, *, device: str, rows_per_chunk: int) -> PreparedRecipe:
+    """What :meth:`Recipe.prepare` does: the same plan, with every method called through its public interface."""
+    parents = tuple(_parents(recipe, device, rows_per_chunk))
+    prepared = [prepare_user_method(parent, device) for parent in parents]
+    planned = PlannedRecipe(recipe, parents, _bindings(recipe, parents))
+    uses, auxiliaries = planned.uses([item.auxiliaries for item in prepared])
+    weights = tuple(
+        WeightJob(parent.target, job, parent.names, parent.labels, parent.method_name, dict(parent.request.parameters))
+        for parent, job in zip(parents, prepared, strict=True)
+    )
+    return PreparedRecipe(weights, planned.bindings, uses, auxiliaries)
+
+
+def _parents(recipe: Recipe, device: str, rows_per_chunk: int) -> Iterator[Parent]:
+    """Unchecked parents in object order."""
+    policies = MappingProxyType(dict(recipe.policies))
+    overrides = MappingProxyType(dict(recipe.auxiliary_overrides))
+    for index, (items, shape) in enumerate(_partition(recipe)):
+        names = tuple(name for name, _ in items)
+        _require_one_kind(recipe, items)
+        sources = [_selected(recipe, name, selection) for name, selection in items]
+        choice = items[0][1]
+        try:
+            target = _target(f"weight/{index:06d}", choice, sources, shape)
+        except ValueError as error:
+            raise ValueError(f"{error} (storing {_listed(names)})") from error
+        inputs = tuple(
+            MethodInput(name, source, tuple((name, use) for use in recipe.model.parameters[name].inputs))
+            for (name, _), source in zip(items, sources, strict=True)
+        )
+        request = PrepareRequest(target, inputs, policies, dict(choice.parameters), device, rows_per_chunk, overrides)
+        method = choice.method
+        method_name = getattr(method, "__name__", None) or type(method).__name__
+        yield Parent(request, method, method_name, rule_of(method), None, _fragments(items))
+
+
+def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | None]]:
+    """What becomes one parent, and its explicit shape: explicit groups, then automatic ones, then the rest.
+
+    Raises:
+        ValueError: explicit groups overlap or include an alias or a parameter that is split by rows.
+    """
+    selections, aliases = recipe.selections, recipe.aliases
+    used: set[str] = set()
+    for names, shape in recipe.explicit_groups:
+        taken = next((name for name in names if name in used or name in aliases), None)
+        if taken is not None:
+            raise ValueError(f"explicit groups overlap or include a shared alias: {taken} (grouping {_listed(names)})")
+        split = next((name for name in names if len(selections[name]) != 1), None)
+        if split is not None:
+            raise ValueError(f"explicit grouping requires unsplit parameters; {split} is split by rows")
+        used.update(names)
+        yield [(name, selections[name][0]) for name in names], shape
+    left_alone = recipe.separate_parameters | aliases.keys()
+    for names in recipe.model.packing_groups:
+        unknown = next((name for name in names if name not in selections), None)
+        if unknown is not None:
+            raise ValueError(f"a packing group of the model names {unknown}; call recipe.add_parameter(...) for it")
+        if not names or any(name in used or name in left_alone or len(selections[name]) != 1 for name in names):
+            continue
+        items = [(name, selections[name][0]) for name in names]
+        if _packs_automatically(items):
+            used.update(names)
+            yield items, None
+    for name, pieces in selections.items():
+        if name not in used and name not in aliases:
+            for selection in pieces:
+                yield [(name, selection)], None
+
+
+def _packs_automatically(items: Sequence[Item]) -> bool:
+    """Whether unsplit selections share one parent without being asked to.
+
+    Encoded NVFP4 words do so only under one common divisor: some consumers of automatic groups take one scalar. What
+    a divisor accessor raises passes through.
+    """
+    first = items[0][1]
+    rule = rule_of(first.method)
+    if rule is None or not _compatible(items):
+        return False
+    if first.format == "nvfp4" and rule.reads == "encoded":
+        divisors = _divisors(selection.source for _, selection in items)
+        return None not in divisors and len(divisors) == 1
+    return True
+
+
+def _compatible(items: Sequence[Item]) -> bool:
+    first = items[0][1]
+    return all(
+        other.format == first.format
+        and other.layout == first.layout
+        and (other.method is first.method or other.method == first.method)
+        and _equal_parameters(other.parameters, first.parameters)
+        for _, other in items
+    )
+
+
+def _equal_parameters(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Equality of method parameters; arrays in them are equal only to themselves."""
+    try:
+        return one is other or bool(one == other)
+    except (ValueError, RuntimeError):  # "the truth value of an array is ambiguous"
+        return False
+
+
+def _divisors(sources: Iterable[LogicalSource]) -> set[bytes | None]:
+    """The distinct weight divisors, as FP32 words; None stands for an unknown one."""
+    return {_weight_divisor(source) for source in sources}
+
+
+def _weight_divisor(source: LogicalSource) -> bytes | None:
+    if source.weight_divisor is None:
+        return None
+    description = source.description
+    if description is not None and description.encoding != "nvfp4":
+        return None  # a stored matrix offers the accessor before anyone has looked at what it holds
+    return source.weight_divisor()
+
+
+def _require_one_kind(recipe: Recipe, items: Sequence[Item]) -> None:
+    if len(items) == 1:
+        return
+    names = [name for name, _ in items]
+    residencies = {recipe.model.parameters[name].residency for name in names}
+    if len(residencies) > 1:
+        raise ValueError(
+            f"parameters of independently selected residencies ({', '.join(sorted(residencies))}) "
+            f"cannot share one parent: {_listed(names)}"
+        )
+    if not _compatible(items):
+        raise ValueError(
+            f"grouped parameters have incompatible formats, layouts or methods: {_listed(names)}; "
+            "assign the same ones, with equal method parameters, to all of them"
+        )
+
+
+def _selected(recipe: Recipe, name: str, selection: Selection) -> LogicalSource:
+    """The selection's source restricted to its elements, which are whole leading-axis rows."""
+    source = selection.source
+    shape = source.shape
+    if selection.begin == 0 and selection.end == prod(shape):
+        return source
+    row = prod(shape[1:])
+    if not shape or selection.begin % row or selection.end % row:
+        raise ValueError(f"{name}: selections must consist of complete leading-axis rows of {row} elements")
+    return leading_rows(source, selection.begin // row, selection.end // row)
+
+
+def _target(
+    identifier: str, choice: Selection, sources: Sequence[LogicalSource], shape: tuple[int, ...] | None
+) -> TensorSpec:
+    """The stored tensor; refuses what its layout cannot hold."""
+    shape = _parent_shape(choice.format, [tuple(source.shape) for source in sources], shape)
+    layout = choice.layout or default_layout(choice.format)
+    divisors = _stacked_divisors(choice.format, sources)
+    encoded_size(layout, choice.format, shape, divisors)
+    return TensorSpec(identifier, shape, choice.format, layout, divisors)
+
+
+def _parent_shape(format: str, shapes: Sequence[tuple[int, ...]], chosen: tuple[int, ...] | None) -> tuple[int, ...]:
+    if chosen is not None:
+        total = sum(map(prod, shapes))
+        if prod(chosen) != total:
+            raise ValueError(f"parent shape {chosen} changes its element count of {total}")
+        return chosen
+    direct = format in DIRECT_FORMATS
+    first = shapes[0]
+    if len(shapes) == 1:
+        if direct or len(first) == 2:
+            return first
+        return (prod(first[:-1]), first[-1]) if first else (1, 1)
+    if all(len(shape) == 1 for shape in shapes):
+        total = sum(shape[0] for shape in shapes)
+        return (total,) if direct else (1, total)
+    if all(len(shape) == 2 and shape[1] == first[1] for shape in shapes) and len(first) == 2:
+        return (sum(shape[0] for shape in shapes), first[1])
+    raise ValueError("packed parameters need compatible rows or an explicit parent shape")
+
+
+def _stacked_divisors(format: str, sources: Sequence[LogicalSource]) -> int:
+    """How many FP32 divisors an NVFP4 parent stores: one, or one a source when the sources' known ones differ."""
+    if format != "nvfp4" or len(sources) < 2:
+        return 1
+    divisors = _divisors(sources)
+    if None in divisors or len(divisors) == 1:
+        return 1
+    if any(len(source.shape) != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
+        raise ValueError(
+            "NVFP4 sources quantised against different divisors must be complete matrices with equal row counts"
+        )
+    return len(sources)
+
+
+def _fragments(items: Sequence[Item]) -> tuple[Fragment, ...]:
+    fragments, cursor = [], 0
+    for name, selection in items:
+        end = cursor + selection.end - selection.begin
+        fragments.append(Fragment(name, selection.begin, cursor, end))
+        cursor = end
+    return tuple(fragments)
+
+
+def _bindings(recipe: Recipe, parents: Iterable[Parent]) -> dict[str, dict[str, Any]]:
+    """Where each parameter is stored; aliases follow the parameters that own their storage.
+
+    Raises:
+        ValueError: the selections of a parameter do not cover it exactly.
+    """
+    places: dict[str, list[tuple[int, Fragment, TensorSpec]]] = {
+        name: [] for name in recipe.selections if name not in recipe.aliases
+    }
+    for parent in parents:
+        for fragment in parent.fragments:
+            places[fragment.parameter].append((fragment.begin, fragment, parent.target))
+    bindings = {
+        name: _binding(name, tuple(recipe.model.parameters[name].shape), stored) for name, stored in places.items()
+    }
+    for name in recipe.aliases:
+        bindings[name] = _copied(bindings[recipe.resolve(name)])
+    return bindings
+
+
+def _binding(name: str, shape: tuple[int, ...], stored: list[tuple[int, Fragment, TensorSpec]]) -> dict[str, Any]:
+    stored.sort(key=lambda place: place[0])
+    cursor = 0
+    for begin, fragment, _ in stored:
+        if begin != cursor:
+            raise ValueError(f"{name}: incomplete logical coverage at element {cursor}")
+        cursor += fragment.last - fragment.first
+    if cursor != prod(shape):
+        raise ValueError(f"{name}: coverage size is incorrect: {cursor} of {prod(shape)} elements")
+    if len(stored) == 1 and stored[0][1].first == 0 and stored[0][2].shape == shape:
+        return {"object": stored[0][2].id}
+    return {"parts": [{"object": target.id, "range": [part.first, part.last]} for _, part, target in stored]}
+
+
+def _copied(binding: dict[str, Any]) -> dict[str, Any]:
+    if "object" in binding:
+        return dict(binding)
+    return {"parts": [{"object": part["object"], "range": list(part["range"])} for part in binding["parts"]]}
+
+
+def _check(rule: Rule, parent: Parent) -> RuleCheck:
+    try:
+        return rule.check(parent.request)
+    except Exception as error:
+        raise _method_error(parent, error) from error
+
+
+def _method_error(parent: Parent, error: Exception) -> ValueError:
+    prefix = f"{_prefix(parent.names)}: "
+    message = str(error)
+    if not message or isinstance(error, KeyError):  # the text of a KeyError is a bare key
+        message = f"{type(error).__name__} {message}".rstrip()
+    return ValueError(message if message.startswith(prefix) else prefix + message)
+
+
+def _prefix(names: Sequence[str]) -> str:
+    """Names joined by commas; a stack of hundreds of experts is cut short."""
+    if len(names) <= 8:
+        return ",".join(names)
+    return f"{','.join(names[:4])},… ({len(names)} parameters)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
