@@ -6,10 +6,12 @@ the same description and its bytes into tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
+from ninferbuild.sources.dtypes import WORD_BYTES
+from ninferbuild.sources.ranges import Concatenation, Range, coalesce
 from ninferbuild.sources.regions import Region
 
 
@@ -17,13 +19,22 @@ from ninferbuild.sources.regions import Region
 class Part:
     """One region of a source and how the rows of the source lie in it.
 
-    ``row_bytes`` is the number of bytes that one leading-axis row of the source takes from the region; 0 means that
-    the whole region belongs to every row (a table of scales that is read first).
+    The region is a sequence of entries of ``row_bytes`` bytes. An entry serves ``rows`` consecutive rows along the
+    leading axis; with 1, the rule, the entries are read along with the rows. A part with more rows an entry, or with
+    ``row_bytes`` 0 (the whole region belongs to every row), is a table and read before the first row.
+
+    ``name`` is the stored tensor, for error messages only.
     """
 
     role: str  # "values", "codes", "scales"
     region: Region
     row_bytes: int
+    rows: int = 1
+    name: str = field(default="", compare=False)
+
+    @property
+    def table(self) -> bool:
+        return self.row_bytes == 0 or self.rows > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +49,14 @@ class Description:
         dtype: Safetensors name of the element type that reading values gives (``BF16``, ``F32``, ``I64``, …).
         decoder: name of a decoder in :data:`DECODER_VERSIONS`.
         parts: regions in consumption order.
-        words: scalars found in the file, as bytes: ``(("weight_divisor", b"…"),)``.
-        steps: transformations of the decoded values, in order, each a tuple of a name and plain values. A description
-            with steps is materialised whole before it is read.
+        words: scalars and small facts found in the file that the values depend on, as bytes:
+            ``(("weight_divisor", b"…"),)``.
+        steps: transformations of the decoded values, in order, each a tuple of a name, the shape it starts from and
+            plain values. A description with steps is materialised whole before it is read.
         encoding: format name of the encoded rows that the source offers, or None.
         stored_shape: shape that the parts hold, before ``steps``; leading axis = rows of the parts.
+        positions: where a part has entries of several rows: the rows of the description, as ranges of the rows that
+            the entries cover. Row ``r`` uses entry ``position(r) // rows``. Empty without such a part.
     """
 
     shape: tuple[int, ...]
@@ -53,39 +67,98 @@ class Description:
     steps: tuple[tuple[object, ...], ...] = ()
     encoding: str | None = None
     stored_shape: tuple[int, ...] = ()
+    positions: tuple[Range, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stored_shape and not self.steps:
             object.__setattr__(self, "stored_shape", self.shape)
+        if not self.positions and self.stored_shape and any(part.rows > 1 for part in self.parts):
+            object.__setattr__(self, "positions", ((0, self.stored_shape[0]),))
 
     def word(self, name: str) -> bytes | None:
         """The scalar ``name`` found in the file, or None."""
         return next((data for key, data in self.words if key == name), None)
 
-    def select_rows(self, ranges: Sequence[tuple[int, int]]) -> Description:
-        """The description of leading-axis row ranges, in order; repeats are allowed."""
-        rows = sum(end - begin for begin, end in ranges)
-        shape = (rows, *self.shape[1:])
+    def select_rows(self, ranges: Sequence[Range]) -> Description:
+        """The description of leading-axis row ranges, in order; repeats are allowed.
+
+        Raises:
+            ValueError: the description has no axis, or a range lies outside.
+        """
+        if not self.shape:
+            raise ValueError("a scalar has no rows to select")
+        if any(not 0 <= begin <= end <= self.shape[0] for begin, end in ranges):
+            raise ValueError(f"selected rows lie outside {self.shape[0]} rows")
+        ranges = coalesce(ranges)
+        shape = (sum(end - begin for begin, end in ranges), *self.shape[1:])
         if self.steps:
-            return replace(self, shape=shape, steps=(*self.steps, ("rows", tuple(ranges))))
-        parts = tuple(
-            part
-            if part.row_bytes == 0
-            else replace(
-                part,
-                region=part.region.select([(begin * part.row_bytes, end * part.row_bytes) for begin, end in ranges]),
-            )
-            for part in self.parts
-        )
-        return replace(self, shape=shape, stored_shape=shape, parts=parts)
+            return replace(self, shape=shape, steps=(*self.steps, ("rows", self.shape, ranges)))
+        positions: tuple[Range, ...] = ()
+        parts = []
+        for part in self.parts:
+            if not part.table:
+                wanted: Iterable[Range] = [(begin * part.row_bytes, end * part.row_bytes) for begin, end in ranges]
+                part = replace(part, region=part.region.select(wanted))
+            elif part.rows > 1:
+                part, positions = _select_entries(part, self.positions, ranges)
+            parts.append(part)
+        return replace(self, shape=shape, stored_shape=shape, parts=tuple(parts), positions=positions)
 
     def transpose(self, axes: tuple[int, ...], shape: tuple[int, ...]) -> Description:
-        """The whole source with its axes permuted and then reshaped to ``shape``."""
+        """The whole source with its axes permuted and then reshaped to ``shape``.
+
+        Raises:
+            ValueError: ``shape`` has another number of elements.
+        """
+        if prod(shape) != self.elements:
+            raise ValueError(f"a transposed source of shape {self.shape} cannot have the shape {shape}")
         return replace(self, shape=shape, encoding=None, steps=(*self.steps, ("transpose", self.shape, axes)))
+
+    def flat_view(self, begin: int, shape: tuple[int, ...]) -> Description:
+        """``prod(shape)`` stored words from flat element ``begin``, seen as ``shape``.
+
+        Raises:
+            ValueError: the elements lie outside, or the values are not plain stored words.
+        """
+        end = begin + prod(shape)
+        if self.decoder != "plain" or self.steps:
+            raise ValueError("a flat view requires plain stored values")
+        if not 0 <= begin <= end <= self.elements:
+            raise ValueError(f"elements [{begin}, {end}) lie outside {self.elements} stored elements")
+        word = WORD_BYTES[self.dtype]
+        part = self.parts[0]
+        region = part.region.select([(begin * word, end * word)])
+        part = replace(part, region=region, row_bytes=prod(shape[1:]) * word)
+        return replace(self, shape=shape, stored_shape=shape, parts=(part,), encoding=None)
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+
+def _select_entries(
+    part: Part, positions: tuple[Range, ...], ranges: Sequence[Range]
+) -> tuple[Part, tuple[Range, ...]]:
+    """Only the entries that the rows ``ranges`` use, and the positions of the rows among those.
+
+    The result depends on where rows lie within an entry, not on where the entries lie in the table.
+    """
+    current = Concatenation(positions)
+    entries: list[Range] = []
+    selected: list[Range] = []
+    count = 0  # entries so far
+    newest = -1  # the entry of the table that came last
+    for wanted in ranges:
+        for _, begin, end in current.pieces(*wanted):
+            first, last = begin // part.rows, (end - 1) // part.rows + 1
+            start = count - 1 if first == newest else count
+            entries.append((first + 1 if first == newest else first, last))
+            count = start + last - first
+            newest = last - 1
+            base = start * part.rows + begin % part.rows
+            selected.append((base, base + end - begin))
+    region = part.region.select((begin * part.row_bytes, end * part.row_bytes) for begin, end in coalesce(entries))
+    return replace(part, region=region), coalesce(selected)
 
 
 DECODER_VERSIONS = {

@@ -5,10 +5,12 @@ Nothing here imports torch or reads weight payloads on its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+from ninferbuild.sources.ranges import Concatenation, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Region:
     """Spans in consumption order; neighbours that join up are one span."""
 
     spans: tuple[Span, ...]
+    _index: Concatenation | None = field(default=None, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(spans: Iterable[Span]) -> Region:
@@ -69,25 +72,34 @@ class Region:
 
     @property
     def length(self) -> int:
-        return sum(span.end - span.begin for span in self.spans)
+        """Bytes of the region."""
+        return self._positions().length
 
-    def select(self, ranges: Sequence[tuple[int, int]]) -> Region:
-        """The sub-region of the byte ranges ``ranges`` of this region, in their order; repeats are allowed."""
-        if len(self.spans) == 1:  # by far the commonest: rows of one tensor
-            span = self.spans[0]
-            return Region.of(Span(span.file, span.begin + begin, span.begin + end) for begin, end in ranges)
+    def _positions(self) -> Concatenation:
+        index = self._index
+        if index is None:
+            index = Concatenation((span.begin, span.end) for span in self.spans)
+            object.__setattr__(self, "_index", index)
+        return index
+
+    def select(self, ranges: Iterable[Range]) -> Region:
+        """The sub-region of the byte ranges ``ranges`` of this region, in their order; repeats are allowed.
+
+        Raises:
+            ValueError: a range lies outside the region.
+        """
         return Region.of(piece for begin, end in ranges for piece in self._slice(begin, end))
 
-    def _slice(self, begin: int, end: int) -> Iterable[Span]:
-        start = 0
-        for span in self.spans:
-            size = span.end - span.begin
-            first, last = max(begin, start), min(end, start + size)
-            if first < last:
-                yield Span(span.file, span.begin + first - start, span.begin + last - start)
-            start += size
-            if start >= end:
-                return
+    def _slice(self, begin: int, end: int) -> Iterator[Span]:
+        positions = self._positions()
+        if len(self.spans) == 1:  # by far the commonest: rows of one tensor
+            span = self.spans[0]
+            if not 0 <= begin <= end <= positions.length:
+                raise ValueError(f"bytes [{begin}, {end}) lie outside a region of {positions.length} bytes")
+            yield Span(span.file, span.begin + begin, span.begin + end)
+            return
+        for index, first, last in positions.pieces(begin, end):
+            yield Span(self.spans[index].file, first, last)
 
 
 class RegionReader:

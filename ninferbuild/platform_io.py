@@ -1,0 +1,126 @@
+"""Calls that differ between systems, each with a portable fall-back.
+
+Reading: :func:`open_for_reading`, :func:`read_into` and the advice functions. Files are read at explicit offsets into
+buffers of the caller and never memory-mapped, so a file that shrinks is an error and not a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+import os
+from pathlib import Path
+
+_LARGEST_READ = 1 << 30  # macOS refuses reads above 2 GiB; Linux shortens them
+
+
+def open_for_reading(path: str | Path) -> int:
+    """A descriptor of ``path``, closed on exec. The caller closes it."""
+    return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+
+
+if hasattr(os, "preadv"):
+
+    def _read_some(descriptor: int, offset: int, buffer: memoryview) -> int:
+        return os.preadv(descriptor, [buffer], offset)
+
+else:
+
+    def _read_some(descriptor: int, offset: int, buffer: memoryview) -> int:
+        data = os.pread(descriptor, len(buffer), offset)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def read_into(descriptor: int, offset: int, buffer: memoryview) -> int:
+    """Fill ``buffer`` from ``offset`` as far as the file reaches; returns the number of bytes read.
+
+    The file position is neither used nor moved, so threads may share a descriptor.
+    """
+    filled = 0
+    while filled < len(buffer):
+        count = _read_some(descriptor, offset + filled, buffer[filled : filled + _LARGEST_READ])
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def advise_sequential(descriptor: int) -> None:
+    """Tell the kernel that the file is mostly read forwards, which widens its read-ahead."""
+    _advise(descriptor, 0, 0, "POSIX_FADV_SEQUENTIAL")
+
+
+def advise_needed(descriptor: int, offset: int, length: int) -> None:
+    """Ask the kernel to start reading ``length`` bytes at ``offset`` now, without waiting for them."""
+    _advise(descriptor, offset, length, "POSIX_FADV_WILLNEED")
+
+
+def _advise(descriptor: int, offset: int, length: int, advice: str) -> None:
+    value = getattr(os, advice, None)
+    if value is None or not hasattr(os, "posix_fadvise"):
+        return
+    try:
+        os.posix_fadvise(descriptor, offset, length, value)
+    except OSError:  # advice only: pipes and some FUSE file systems refuse it
+        return
+
+
+def sync_directory(directory: str | Path) -> None:
+    """Make renames inside ``directory`` durable, where the system can."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError:  # Windows opens no directories
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network and FUSE file systems refuse; the files themselves are synced
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked_directory(directory: str | Path) -> Iterator[None]:
+    """Hold the lock of a directory; waits for other processes of this program that hold it."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError:  # Windows opens no directories
+        yield
+        return
+    try:
+        lock_exclusive(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+try:
+    import fcntl
+except ImportError:  # Windows: an open file cannot be removed there, which tells work from leftovers just as well
+
+    def lock_exclusive(descriptor: int, *, wait: bool = False) -> None:
+        """Hold a lock on an open file until it is closed."""
+
+    def try_lock_exclusive(descriptor: int) -> bool:
+        """Whether nobody holds a lock on the file."""
+        return True
+
+else:
+
+    def lock_exclusive(descriptor: int, *, wait: bool = False) -> None:
+        """Hold a lock on an open file until it is closed."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # no locks on this file system: its leftovers are then removed by the next run
+            return
+
+    def try_lock_exclusive(descriptor: int) -> bool:
+        """Whether nobody holds a lock on the file; takes it if so."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
