@@ -1,0 +1,83 @@
+"""Building targets one after the other, and saying what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from ninferbuild.cli.output import Output
+from ninferbuild.target import Target
+
+if TYPE_CHECKING:
+    from ninferbuild.build import BuildResult
+
+
+def build_targets(
+    output: Output,
+    targets: Sequence[Target],
+    *,
+    device: str | None = None,
+    overwrite: bool = False,
+    rerun: bool = False,
+    rehash: bool = False,
+    link: bool = True,
+    keep_going: bool = False,
+    jobs: int | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Build ``targets``, or plan them if ``dry_run``; the exit code.
+
+    The first failure ends it, unless ``keep_going``: then the other targets are built and the code is that of the
+    first failure.
+    """
+    if dry_run:
+        from ninferbuild.cli.planning import plan_targets
+
+        plan_targets(output, targets, device=device, rehash=rehash)
+        return 0
+    from ninferbuild.build import build
+
+    code = 0
+    for target in targets:
+        progress = output.progress()
+        if len(targets) > 1:
+            output.note(f"building {target.name}")
+        try:
+            result = build(
+                target,
+                device=device,
+                rerun=rerun,
+                link=link,
+                overwrite=overwrite,
+                rehash=rehash,
+                keep_going=keep_going,
+                jobs=jobs,
+                progress=progress,
+            )
+        except Exception as error:
+            if not keep_going or target is targets[-1]:
+                raise
+            from ninferbuild.cli.run import exit_code, one_line
+
+            click.echo(f"error: {one_line(error)}", err=True)
+            code = code or exit_code(error)
+            continue
+        finally:
+            progress.close()
+        _report(output, target, result)
+    return code
+
+
+def _report(output: Output, target: Target, result: BuildResult) -> None:
+    if output.as_json:
+        output.json_line(result.to_json())
+        return
+    output.note(f"{result.total} actions: {result.executed} executed, {result.cached} cached")
+    if result.up_to_date:
+        output.report(f"{target.out} is up to date, {result.seconds:.1f}s")
+    elif result.out is None:
+        output.report(f"{target.name}: all payloads are cached, nothing linked, {result.seconds:.1f}s")
+    else:
+        output.report(f"wrote {result.out}: {result.objects} objects, {len(result.files)} files, {result.seconds:.1f}s")

@@ -1,0 +1,126 @@
+"""Running a command: the group of commands, and errors as one line and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+import os
+import sys
+import traceback
+
+import click
+
+from ninferbuild.cli.output import Output
+from ninferbuild.errors import NinferbuildError
+
+COMMANDS = {
+    "build": "build",
+    "convert": "convert",
+    "plan": "plan",
+    "params": "params",
+    "list": "list_",
+    "inspect": "inspect",
+    "init": "init",
+    "cache": "cache",
+}
+"""Command → module of this package that defines ``command``."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"ninferbuild.cli.{COMMANDS[cmd_name]}")
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from ninferbuild.target_schema import suggest
+
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise click.UsageError(f"no such command {args[0]!r}{suggest(args[0], list(COMMANDS))}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"ninferbuild {version('ninferbuild')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 differs, 130 interrupted.",
+)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
+@click.pass_context
+def commands(ctx: click.Context) -> None:
+    """Build .ninfer artifacts from checkpoints and recipes, incrementally.
+
+    \b
+    ninferbuild convert --model DIR --recipe qwen3_6_27b --out MODEL.ninfer
+    ninferbuild init NAME --model DIR --recipe qwen3_6_27b   # the same, kept in ninferbuild.toml
+    ninferbuild build NAME
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
+
+
+def run(args: Sequence[str] | None) -> int:
+    output = Output()
+    try:
+        code = commands.main(
+            args=None if args is None else list(args), prog_name="ninferbuild", standalone_mode=False, obj=output
+        )
+        sys.stdout.flush()
+    except click.UsageError as error:
+        if error.ctx is not None:
+            click.echo(f"usage: {error.ctx.get_usage().removeprefix('Usage: ')}", err=True)
+        return _fail(error.format_message(), error.exit_code)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted; finished actions are kept", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if output.verbose:
+            traceback.print_exc()
+        return _fail(one_line(error), exit_code(error))
+    return code if isinstance(code, int) else 0
+
+
+def exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, NinferbuildError) else 1
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` on one line; with the name of its class where the message alone says too little."""
+    if isinstance(error, OSError) and error.strerror:
+        files = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        message = ": ".join([*files, error.strerror])
+    else:
+        message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, NinferbuildError | ValueError | OSError) and message:
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {message}", err=True)
+    return code
