@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ninferbuild.artifact.codecs import row_encoder
 from ninferbuild.artifact.formats import DirectFormat, Nvfp4Format, get_format
-from ninferbuild.artifact.layouts import planes
+from ninferbuild.artifact.layouts import SCALE_TILE_ROWS, planes
 from ninferbuild.artifact.objects import ArtifactObject, TensorObject
 from ninferbuild.artifact.primitives import ArtifactError
 
@@ -101,9 +101,14 @@ class TensorOutput:
             raise ValueError(f"{self.object.id}: invalid encoded row origin {row_begin}, {count} rows of {rows}")
         if row_begin + count > rows:
             raise ValueError(f"{self.object.id}: rows [{row_begin}, {row_begin + count}) exceed parent of {rows} rows")
-        pieces = encode(codes, scales, self.format, columns)
         if isinstance(self.format, Nvfp4Format):
-            self._write_divisor(row_begin, count, weight_divisor)
+            index, word = self._stacked_matrix(row_begin, count, weight_divisor)
+            pieces = encode(codes, scales, self.format, columns)
+            if index not in self._divisors:
+                self._divisors[index] = word
+                self.writer.write_region(self.object.id, self._planes[-1].offset + 4 * index, word)
+        else:
+            pieces = encode(codes, scales, self.format, columns)
         self.write_planes(row_begin, pieces)
 
     def write_planes(self, first_row: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -164,7 +169,10 @@ class TensorOutput:
             if end < following.offset:
                 self.writer.write_zeros(self.object.id, end, following.offset - end)
 
-    def _write_divisor(self, row_begin: int, count: int, weight_divisor: bytes | bytearray | memoryview | None) -> None:
+    def _stacked_matrix(
+        self, row_begin: int, count: int, weight_divisor: bytes | bytearray | memoryview | None
+    ) -> tuple[int, bytes]:
+        """Index and divisor word of the stacked matrix that the rows belong to."""
         from ninferbuild.artifact.codecs.nvfp4 import check_divisor
 
         if weight_divisor is None or row_begin % SCALE_TILE_ROWS or count % SCALE_TILE_ROWS:
@@ -174,8 +182,6 @@ class TensorOutput:
         if row_begin + count > (index + 1) * share:
             raise ValueError(f"{self.object.id}: a row block may not span two separately quantised sources")
         word = check_divisor(bytes(weight_divisor))
-        if index not in self._divisors:
-            self.writer.write_region(self.object.id, self._planes[-1].offset + 4 * index, word)
-            self._divisors[index] = word
-        elif self._divisors[index] != word:
+        if self._divisors.get(index, word) != word:
             raise ValueError(f"{self.object.id}: weight divisor changed between row blocks")
+        return index, word
