@@ -1,0 +1,253 @@
+"""The cache as the rest of the program sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import os
+from pathlib import Path
+import time
+from types import TracebackType
+
+import lmdb
+
+from ninferbuild.cache import filesystem
+from ninferbuild.cache import store as stores
+from ninferbuild.cache.builds import load_builds, store_build
+from ninferbuild.cache.index import ACTIONS, BLOCKS, DIGESTS, MANIFESTS, PROBES, Transaction
+from ninferbuild.cache.lease import Lease
+from ninferbuild.cache.reading import View
+from ninferbuild.cache.records import (
+    ActionRecord,
+    BuildRecord,
+    Number,
+    Raw,
+    StoredAction,
+    StoredBlock,
+    StoredDigest,
+)
+from ninferbuild.cache.store import Limits
+from ninferbuild.cache.writer import Writer, memo_key
+from ninferbuild.errors import CacheError
+
+
+def default_directory() -> Path:
+    """``$NINFERBUILD_CACHE``, else the platform's user cache directory."""
+    chosen = os.environ.get("NINFERBUILD_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("ninferbuild", appauthor=False))
+
+
+class Cache:
+    """A handle on one cache directory. Handles of one process share what is open; all methods are thread-safe.
+
+    Open one for each build: :meth:`known_probe` tells what was stored before the handle was opened.
+    """
+
+    def __init__(self, store: stores.Store, *, read_only: bool, max_size: int | None):
+        self._store: stores.Store | None = store
+        self._max_size = max_size
+        self._opened = time.time()
+        self.path = store.root
+        self.read_only = read_only or store.read_only
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        read_only: bool = False,
+        max_size: int | None = None,
+        create: bool = True,
+        allow_foreign_fs: bool = False,
+        limits: Limits | None = None,
+    ) -> Cache:
+        """Open the cache in ``path``.
+
+        A cache that this user cannot write is opened for reading: see :attr:`read_only`. Damaged environments are set
+        aside, which :attr:`notices` reports.
+
+        Args:
+            max_size: bytes of payload to keep at most; what was used longest ago goes first.
+            create: make the directory when there is none.
+            allow_foreign_fs: do not refuse network file systems.
+            limits: sizes for tests.
+
+        Raises:
+            CacheError: it cannot be used; the message says what to do.
+        """
+        path = Path(path).expanduser()
+        if not path.exists():
+            if read_only or not create:
+                raise CacheError(f"there is no cache in {path}")
+        elif not path.is_dir():
+            raise CacheError(f"cache directory {path} is not a directory")
+        if not allow_foreign_fs:
+            filesystem.refuse_network(path)
+        if not read_only and not _writable(path):
+            if not (path / "index").is_dir():
+                raise CacheError(f"cache directory {path} cannot be written; choose one with NINFERBUILD_CACHE")
+            read_only = True
+        store = stores.acquire(path, read_only=read_only, limits=limits or Limits())
+        return cls(store, read_only=read_only, max_size=max_size)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the handle; the last one of the process closes the cache. Closing twice is harmless."""
+        store, self._store = self._store, None
+        if store is not None:
+            stores.release(store)
+
+    @property
+    def _open_store(self) -> stores.Store:
+        if self._store is None:
+            raise CacheError(f"cache {self.path} is closed")
+        return self._store
+
+    @property
+    def _writable_store(self) -> stores.Store:
+        store = self._open_store
+        if self.read_only:
+            raise CacheError(f"cache {self.path} is read-only")
+        return store
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the user: what was found damaged, and what became of it."""
+        return self._open_store.notices
+
+    def free_bytes(self) -> int:
+        """Bytes that may still be written to the cache's file system."""
+        return filesystem.free_bytes(self.path)
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes, manifest: str, *, peek: bool = False) -> ActionRecord | None:
+        """The record of an action, if its manifest is the same text and every block of its payload is there.
+
+        Args:
+            peek: do not count the lookup as a hit or a miss.
+        """
+        store = self._open_store
+        found = None
+        try:
+            with store.index.read() as transaction:
+                found = transaction.get(ACTIONS, key, StoredAction)
+                if found is not None and not (
+                    key not in store.lost
+                    and _manifest(transaction, key) == manifest
+                    and self._complete(transaction, found.blocks)
+                ):
+                    found = None
+        except lmdb.Error as error:
+            store.notices.append(f"cache index {store.index_folder} cannot be read: {error}")
+            found = None
+        if not peek:
+            if found is None:
+                store.note_miss()
+            else:
+                store.note_hit(key, found)
+        return None if found is None else _public(key, manifest, found)
+
+    def _complete(self, transaction: Transaction, blocks: Iterable[tuple[bytes, int]]) -> bool:
+        segments = self._open_store.segments
+        for digest, length in blocks:
+            row = transaction.get(BLOCKS, digest, StoredBlock)
+            if row is None or row.length != length or not segments.exists(row.segment):
+                return False
+        return True
+
+    def manifest(self, key: bytes) -> str | None:
+        """The manifest of an action, also when its payload has been pruned."""
+        with self._open_store.index.read() as transaction:
+            return _manifest(transaction, key)
+
+    def known_probe(self, probe: bytes) -> bool:
+        """Whether an action with this probe was stored before this handle was opened."""
+        with self._open_store.index.read() as transaction:
+            row = transaction.get(PROBES, probe, Number)
+        return row is not None and row.value < self._opened
+
+    def remembered(self, memo_keys: Sequence[bytes]) -> list[bytes | None]:
+        """The digest that the memo has for each key, or None."""
+        with self._open_store.index.read() as transaction:
+            rows = [transaction.get(DIGESTS, memo_key(key), StoredDigest) for key in memo_keys]
+        return [None if row is None else row.digest for row in rows]
+
+    def forget(self, memo_keys: Sequence[bytes]) -> None:
+        """Remove rows of the memo."""
+        if self.read_only or not memo_keys:
+            return
+        store = self._writable_store
+        with store.write_lock, store.index.write() as transaction:
+            for key in memo_keys:
+                transaction.delete(DIGESTS, memo_key(key))
+
+    # -- builds ----------------------------------------------------------------------------------------------------
+
+    def builds(self, target_id: str | None = None, limit: int | None = None) -> list[BuildRecord]:
+        """The builds of a target, or of all targets, newest first."""
+        with self._open_store.index.read() as transaction:
+            found = load_builds(transaction, target_id)
+        return found if limit is None else found[:limit]
+
+    def record_build(self, record: BuildRecord) -> None:
+        """Add a finished build; a repetition of the last one replaces it. Writes the hits noted so far too."""
+        store = self._writable_store
+        with store.write_lock, store.index.write() as transaction:
+            store_build(transaction, record)
+            store.write_hits(transaction)
+
+    # -- writing and reading ---------------------------------------------------------------------------------------
+
+    def writer(self) -> Writer:
+        """The writer thread. One at a time is enough for a build. Raises :class:`CacheError` on a read-only cache."""
+        return Writer(self._writable_store, self._max_size)
+
+    def reading(self) -> View:
+        """A view of payloads, for one thread."""
+        return View(self._open_store)
+
+    def lease(self, target_id: str) -> Lease:
+        """Protection from pruning for the keys that a build adds to it."""
+        return Lease(self._open_store, target_id)
+
+
+def _writable(path: Path) -> bool:
+    folder = filesystem.existing_parent(path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    data = path / "index" / "data.mdb"
+    return not data.exists() or os.access(data, os.W_OK)
+
+
+def _manifest(transaction: Transaction, key: bytes) -> str | None:
+    row = transaction.get(MANIFESTS, key, Raw)
+    return None if row is None else row.data.decode()
+
+
+def _public(key: bytes, manifest: str, stored: StoredAction) -> ActionRecord:
+    return ActionRecord(
+        key,
+        manifest,
+        stored.kind,
+        stored.method,
+        stored.format,
+        stored.blocks,
+        stored.length,
+        stored.digest,
+        stored.auxiliaries,
+        stored.seconds,
+        stored.source_bytes,
+        stored.made_by,
+        stored.deps,
+    )

@@ -1,0 +1,100 @@
+"""Reading payloads: views of the mapped segments, every block checked before it is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from types import TracebackType
+
+import lmdb
+
+from ninferbuild.cache import pages
+from ninferbuild.cache.index import BLOCKS
+from ninferbuild.cache.locks import FileLock
+from ninferbuild.cache.records import ActionRecord, StoredBlock
+from ninferbuild.cache.store import Store
+from ninferbuild.digest import block_digest
+from ninferbuild.errors import CacheError, PayloadLostError
+
+
+class View:
+    """Payloads as of now. Not for use by several threads at once; open one view in each.
+
+    While a view is open, space that it may be looking at is not given back.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._stack = ExitStack()
+        self._snapshots: dict[int, lmdb.Transaction[memoryview]] = {}
+        self._current: memoryview | None = None
+        self._holds_unleased = False
+
+    def __enter__(self) -> View:
+        self._hold("readers")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._let_go()
+        self._snapshots.clear()
+        self._stack.close()
+
+    def _hold(self, name: str) -> None:
+        try:
+            lock = FileLock(self._store.lock_path(name), read_only=self._store.read_only)
+        except OSError:
+            if self._store.read_only:
+                return  # no writer has ever been here
+            raise
+        self._stack.callback(lock.close)
+        lock.shared()
+
+    def blocks(self, record: ActionRecord) -> Iterator[memoryview]:
+        """The payload in pieces, in order. A piece is valid until the next one is asked for or the view closes.
+
+        Raises:
+            PayloadLostError: a block is missing or differs from its digest. It has been dropped, with the record.
+        """
+        if not self._holds_unleased and record.key not in self._store.leased:
+            self._hold("readers-unleased")
+            self._holds_unleased = True
+        for digest, length in record.blocks:
+            self._current = self._read(record.key, digest, length)
+            yield self._current
+            self._let_go()
+
+    def _let_go(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            pages.drop(current)
+            with suppress(BufferError):  # the caller keeps a view of the piece; it must not use it any more
+                current.release()
+
+    def _read(self, key: bytes, digest: bytes, length: int) -> memoryview:
+        try:
+            reason, data = self._find(digest)
+            if data is not None:
+                if len(data) == length and block_digest(data) == digest:
+                    return data
+                reason = "a block differs from its digest"
+        except (lmdb.Error, CacheError) as error:
+            reason = f"its segment cannot be read: {error}"
+        self._store.drop_damaged(key, digest, reason)
+        raise PayloadLostError(key, reason)
+
+    def _find(self, digest: bytes) -> tuple[str, memoryview | None]:
+        with self._store.index.read() as transaction:
+            row = transaction.get(BLOCKS, digest, StoredBlock)
+        if row is None:
+            return "a block is missing", None
+        if not self._store.segments.exists(row.segment):
+            return f"segment {row.segment:04d} is missing", None
+        snapshot = self._snapshots.get(row.segment)
+        found = None if snapshot is None else snapshot.get(digest)
+        if found is None:  # first use of the segment, or the block is newer than the snapshot
+            snapshot = self._stack.enter_context(self._store.segments.reader(row.segment))
+            self._snapshots[row.segment] = snapshot
+            found = snapshot.get(digest)
+        return "a block is missing from its segment", found

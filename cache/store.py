@@ -1,0 +1,349 @@
+"""One open cache directory of this process: locks, index, segments, and what has to happen at open and close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+import os
+from pathlib import Path
+import shutil
+import threading
+import time
+
+from ninferbuild.cache import btree
+from ninferbuild.cache import index as tables
+from ninferbuild.cache.environment import damage, set_aside, stamp
+from ninferbuild.cache.index import ACTIONS, LEASES, RECENCY, Index
+from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
+from ninferbuild.cache.records import Recency, StoredAction, StoredBlock, StoredLease, unpack_keys
+from ninferbuild.cache.segments import DROPPED_SUFFIX, Segments
+from ninferbuild.errors import CacheError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+_TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# This file marks a cache directory (https://bford.info/cachedir/). ninferbuild makes its content again.\n"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes in bytes. The defaults are what was measured to work best; tests use smaller ones.
+
+    Attributes:
+        index_map: address space of the index.
+        segment_map: address space of a segment.
+        segment_bytes: a segment is sealed when it has grown to this.
+        transaction_bytes: blocks written in one transaction; dirty pages are heap.
+        queue_bytes: blocks that wait for the writer.
+        margin_bytes: free space that a write leaves on the disk.
+    """
+
+    index_map: int = 64 * GIB
+    segment_map: int = 16 * GIB
+    segment_bytes: int = 8 * GIB
+    transaction_bytes: int = 32 * MIB
+    queue_bytes: int = 64 * MIB
+    margin_bytes: int = 2 * MIB
+
+
+class Store:
+    """Everything that is open once for a process. Handles (:class:`Cache`) share it.
+
+    Attributes:
+        notices: lines for the user about what was found damaged and what became of it.
+    """
+
+    def __init__(self, root: Path, *, read_only: bool, limits: Limits):
+        self.root = root
+        self.limits = limits
+        self.read_only = read_only
+        self.notices: list[str] = []
+        self.mutex = threading.RLock()
+        self.handles = 0
+        self.leased: dict[bytes, int] = {}  # key → leases of this process
+        self._number = 0
+        self.lost: set[bytes] = set()  # keys found damaged that a read-only cache cannot drop
+        self._touched: dict[bytes, int] = {}
+        self._saved: dict[bytes, float] = {}
+        self._use: FileLock | None = None
+        self._session: Session | None = None
+        self._after_crash = False
+        try:
+            self._open()
+        except BaseException:
+            self._release()
+            raise
+
+    # -- paths -----------------------------------------------------------------------------------------------------
+
+    @property
+    def index_folder(self) -> Path:
+        return self.root / "index"
+
+    @property
+    def segments_folder(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def sessions_folder(self) -> Path:
+        return self.root / "sessions"
+
+    def lock_path(self, name: str) -> Path:
+        return self.root / "locks" / name
+
+    @property
+    def session(self) -> bytes:
+        """Id of this process in the cache; empty when it only reads."""
+        return self._session.id if self._session is not None else b""
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self.read_only:
+            self._open_read_only()
+            return
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.lock_path("").mkdir(exist_ok=True)
+            tag = self.root / "CACHEDIR.TAG"
+            if not tag.exists():
+                tag.write_text(_TAG)
+            self._use = FileLock(self.lock_path("use"))
+            if self._use.exclusive(timeout=0):
+                self._tidy()
+            self._use.shared()
+            self.write_lock = WriteLock(self.lock_path("write"))
+            self._session = Session(self.sessions_folder)
+        except OSError as error:
+            raise CacheError(f"cache directory {self.root} cannot be written: {error.strerror}") from error
+        with self.write_lock:  # two processes must not create the environments at once
+            self._open_environments()
+
+    def _open_read_only(self) -> None:
+        if not self.index_folder.is_dir():
+            raise CacheError(f"there is no cache in {self.root}")
+        try:
+            self._use = FileLock(self.lock_path("use"), read_only=True)
+        except OSError:
+            self._use = None  # nobody who writes here has ever been here
+        if self._use is not None:
+            if self._use.exclusive(timeout=0):
+                reason = damage(self.index_folder, btree.file_digest)
+                if reason is not None:
+                    raise CacheError(f"cache index {self.index_folder} is damaged ({reason}); it cannot be read")
+            self._use.shared()
+        self._open_environments()
+
+    def _open_environments(self) -> None:
+        self.index = Index(self.index_folder, self.limits.index_map, read_only=self.read_only)
+        self.segments = Segments(self.segments_folder, self.limits.segment_map, read_only=self.read_only)
+        if self._after_crash:
+            self._drop_dead_leases()
+
+    def _tidy(self) -> None:
+        """Check what the last process left and remove its leftovers. Nobody else has the cache open."""
+        self._after_crash = self.sessions_folder.exists() and any(self.sessions_folder.iterdir())
+        live_sessions(self.sessions_folder)  # removes the entries of dead processes
+        for pattern in (f"segments/*{DROPPED_SUFFIX}", "*.compact", "*.cleared"):
+            for leftover in self.root.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self.root.glob("**/stamp.*.tmp"):
+            leftover.unlink(missing_ok=True)
+        reason = damage(self.index_folder, btree.file_digest)
+        if reason is not None:
+            aside = set_aside(self.index_folder)
+            shutil.rmtree(self.segments_folder, ignore_errors=True)  # nothing knows any more what its blocks are
+            self.notices.append(f"cache index was damaged ({reason}): set aside as {aside}, the cache starts anew")
+        for segment in sorted(self.segments_folder.glob("*[0-9]")):
+            if segment.name.isdigit() and (reason := damage(segment, btree.tree_digest)) is not None:
+                aside = set_aside(segment)
+                self.notices.append(
+                    f"cache segment {segment.name} was damaged ({reason}): set aside as {aside}, "
+                    "actions with payload in it run again"
+                )
+
+    def _drop_dead_leases(self) -> None:
+        with self.write_lock, self.index.write() as transaction:
+            live = self.live_sessions()
+            for key in transaction.keys(LEASES):
+                if key[:SESSION_BYTES] not in live:
+                    transaction.delete(LEASES, key)
+
+    # -- recency ---------------------------------------------------------------------------------------------------
+
+    def note_hit(self, key: bytes, record: StoredAction) -> None:
+        """Remember a hit; it is written with the next transaction that has to happen anyway."""
+        with self.mutex:
+            if key not in self._touched:
+                self._touched[key] = 0
+                for name, amount in (
+                    (b"hits", 1.0),
+                    (b"saved_bytes", record.length),
+                    (b"saved_seconds", record.seconds),
+                ):
+                    self._saved[name] = self._saved.get(name, 0.0) + amount
+            self._touched[key] += 1
+
+    def note_miss(self) -> None:
+        with self.mutex:
+            self._saved[b"misses"] = self._saved.get(b"misses", 0.0) + 1
+
+    def write_hits(self, transaction: tables.Transaction) -> None:
+        """Write what was remembered. If the transaction fails, so much is lost."""
+        with self.mutex:
+            touched, self._touched = self._touched, {}
+            saved, self._saved = self._saved, {}
+        now = time.time()
+        for key, count in touched.items():
+            old = transaction.get(RECENCY, key, Recency)
+            transaction.put(RECENCY, key, Recency(now, count + (old.hits if old else 0)))
+        for name, amount in saved.items():
+            transaction.add(name, amount)
+
+    # -- protection ------------------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """A number that this process has not used before."""
+        with self.mutex:
+            self._number += 1
+            return self._number
+
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Protect keys from pruning, in this process."""
+        with self.mutex:
+            for key in keys:
+                self.leased[key] = self.leased.get(key, 0) + 1
+
+    def let_go(self, keys: Iterable[bytes]) -> None:
+        """End the protection of keys; other leases of them go on."""
+        with self.mutex:
+            for key in keys:
+                self.leased[key] -= 1
+                if not self.leased[key]:
+                    del self.leased[key]
+
+    def live_sessions(self) -> dict[bytes, str]:
+        return live_sessions(self.sessions_folder)
+
+    def leased_keys(self, transaction: tables.Transaction, live: set[bytes]) -> set[bytes]:
+        """Keys that live sessions need."""
+        leased: set[bytes] = set(self.leased)
+        for _, lease in transaction.items(LEASES, StoredLease):
+            if lease is not None and lease.session in live:
+                leased.update(unpack_keys(lease.keys))
+        return leased
+
+    # -- damage ----------------------------------------------------------------------------------------------------
+
+    def drop_damaged(self, key: bytes, digest: bytes, reason: str) -> None:
+        """Forget a block that is not what it should be, and the action that needed it."""
+        with self.mutex:
+            self.lost.add(key)  # holds also where the rows cannot be removed now
+            self.notices.append(f"cached payload {key.hex()} is damaged ({reason}); it is made again")
+        if self.read_only:
+            return
+        with suppress(CacheError), self.write_lock, self.index.write() as transaction:
+            block = transaction.get(tables.BLOCKS, digest, StoredBlock)
+            if transaction.delete(tables.BLOCKS, digest) and block is not None:
+                transaction.add(tables.LIVE_BYTES, -block.length)
+            transaction.delete(ACTIONS, key)
+
+    def found_again(self, keys: Iterable[bytes]) -> None:
+        """These actions have been made again."""
+        with self.mutex:
+            self.lost.difference_update(keys)
+
+    # -- closing ---------------------------------------------------------------------------------------------------
+
+    def close_environments(self) -> None:
+        self.segments.close()
+        self.index.close()
+
+    def reopen_environments(self) -> None:
+        self._open_environments()
+
+    def close(self) -> None:
+        """Write what is pending, close everything, and stamp the environments when nobody else uses them."""
+        if not self.read_only and (self._touched or self._saved):
+            with suppress(CacheError), self.write_lock, self.index.write() as transaction:
+                self.write_hits(transaction)
+        self.close_environments()
+        if not self.read_only:
+            self._stamp_if_alone()
+        self._release()
+
+    def _stamp_if_alone(self) -> None:
+        assert self._use is not None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self._use.exclusive(timeout=0):
+            stamp(self.index_folder, btree.file_digest)
+            for number in self.segments.ids():
+                stamp(self.segments.path(number), btree.tree_digest)
+
+    def _release(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if getattr(self, "write_lock", None) is not None:
+            self.write_lock.close()
+        if self._use is not None:
+            self._use.close()
+            self._use = None
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Close the environments and hold the cache exclusively; yields False, with all still open, if others use it.
+
+        Everything is open again afterwards.
+        """
+        assert self._use is not None
+        with self.mutex:
+            if self.handles > 1 or not self.segments.idle():
+                yield False
+                return
+            if not self._use.exclusive(timeout=0):
+                self._use.shared()  # a refused conversion loses the lock
+                yield False
+                return
+            try:
+                self.close_environments()
+                yield True
+            finally:
+                self._use.shared()
+                with self.write_lock:
+                    self._open_environments()
+
+    def in_use_error(self) -> CacheError:
+        return in_use(self.root, self.sessions_folder, self.session)
+
+
+_OPEN: dict[str, Store] = {}
+_OPEN_LOCK = threading.RLock()
+
+
+def acquire(root: Path, *, read_only: bool, limits: Limits) -> Store:
+    """The store of ``root``: opened now, or shared with other handles of this process."""
+    real = os.path.realpath(root)
+    with _OPEN_LOCK:
+        store = _OPEN.get(real)
+        if store is None:
+            store = _OPEN[real] = Store(Path(real), read_only=read_only, limits=limits)
+        elif store.read_only and not read_only:
+            raise CacheError(f"cache {root} is already open for reading only in this process")
+        store.handles += 1
+        return store
+
+
+def release(store: Store) -> None:
+    """Give a handle back; the last one closes the store."""
+    with _OPEN_LOCK:
+        store.handles -= 1
+        if store.handles == 0:
+            _OPEN.pop(str(store.root), None)
+            store.close()
