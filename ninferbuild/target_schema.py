@@ -352,7 +352,7 @@ def _table(value: object, origin: Origin) -> Mapping[str, object]:
 
 def _wrong_type(value: object, expected: str, origin: Origin) -> OptionError:
     names = {
-        bool: "true or false",
+        bool: "a boolean",
         int: "an integer",
         float: "a number",
         str: "a string",

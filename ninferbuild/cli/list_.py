@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import sys
 from typing import Any
 
 import click
@@ -50,14 +51,23 @@ def _recipes(_file: str | None) -> list[dict[str, Any]]:
 def _methods(_file: str | None) -> list[dict[str, Any]]:
     from ninferbuild.rules import METHODS
 
-    return [{"name": name, "about": _first_line(type(rule))} for name, rule in METHODS.items()]
+    return [
+        {"name": name, "version": rule.version, "about": _first_line(sys.modules[type(rule).__module__])}
+        for name, rule in METHODS.items()
+    ]
 
 
 def _formats(_file: str | None) -> list[dict[str, Any]]:
     from ninferbuild.artifact.formats import NUMERIC_FORMATS
+    from ninferbuild.artifact.layouts import encoded_size
 
+    side = 4096  # large enough for padding not to matter
     return [
-        {"name": name, "layout": item.layout, "about": _first_line(type(item))}
+        {
+            "name": name,
+            "layout": item.layout,
+            "bits_per_weight": round(encoded_size(item.layout, name, (side, side)) * 8 / side**2, 3),
+        }
         for name, item in NUMERIC_FORMATS.items()
     ]
 
