@@ -16,6 +16,7 @@ from functools import cache
 import os
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.models.model import Model, Parameter
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def adapter_for(base: Store) -> Adapter:
     if name not in adapters:
         failed = "".join(f"; adapter {entry} cannot be loaded: {error}" for entry, error in broken.items())
         raise ValueError(
-            f"{base.root / 'config.json'}: unsupported architecture {name}; known: {', '.join(sorted(adapters))}{failed}"
+            f"{base.root / 'config.json'}: unsupported architecture {name}; "
+            f"known: {', '.join(sorted(adapters))}{failed}"
         )
     return adapters[name]
 
@@ -111,4 +113,5 @@ def build(
         for component, needed in adapter.COMPANIONS.items():
             if component in selected and component not in opened and (needed or component in sources):
                 opened[component] = sources[component]
-    return adapter.build_model(base, components=selected, companions=opened, resource_overrides=resource_overrides)
+    with collection_paused():
+        return adapter.build_model(base, components=selected, companions=opened, resource_overrides=resource_overrides)

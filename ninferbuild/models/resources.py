@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 TEXT_RESOURCES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 VISION_RESOURCES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
@@ -63,7 +65,9 @@ def load_resources(
         path = _override_path(overrides[role]) if role in overrides else Path(model_dir) / role
         data = _read(path, role)
         text = _text(data, path)
-        if role.endswith(".json"):
+        if role == "tokenizer.json":
+            parsed[role] = _vocabulary_of(data) or _object(text, path)
+        elif role.endswith(".json"):
             parsed[role] = _object(text, path)
         if component == "vision" and vision_config is not None:
             _check_processor(parsed[role], vision_config, path)
@@ -110,6 +114,31 @@ def _object(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: resource must contain a JSON object")
     return value
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _TokenizerModel
+    added_tokens: list[dict[str, Any]] = []
+
+
+_TOKENIZER = msgspec.json.Decoder(_Tokenizer)
+
+
+def _vocabulary_of(data: bytes) -> dict[str, Any] | None:
+    """What :func:`token_domain` reads of a regular ``tokenizer.json``, or None for an irregular one.
+
+    Most of the file is merge rules that nobody here reads; making objects of them takes longer than the rest of
+    building a model.
+    """
+    try:
+        tokenizer = _TOKENIZER.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    return {"model": {"vocab": tokenizer.model.vocab}, "added_tokens": tokenizer.added_tokens}
 
 
 def _check_processor(processor: Mapping[str, Any], vision: Mapping[str, Any], path: Path) -> None:

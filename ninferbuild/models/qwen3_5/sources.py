@@ -66,14 +66,14 @@ class StoreMapping:
             self._compatibility.check(self._parameter, store)
         tensor, stored, rows, offset, axes, separate = self._placement
         if separate is not None and store.has(name := self._name_in(store, separate)):
-            return matrix_source(store, name, self._shape, format)
+            return matrix_source(store, name, (self._shape[0], self._shape[1]), format)
         name = self._name_in(store, tensor)
         if axes is not None:
             if format is not None:
                 raise ValueError(f"{self._parameter}: a transposed tensor requires value access, not {format} rows")
             return transpose_source(tensor_source(store, name, stored), axes, self._shape)
         if len(stored) == 2 and not offset:
-            matrix = matrix_source(store, name, stored, format)
+            matrix = matrix_source(store, name, (stored[0], stored[1]), format)
             return matrix if rows is None else select_rows(matrix, rows)
         if format is not None:
             raise ValueError(f"{self._parameter}: {format} rows require an explicit encoded source mapping")
