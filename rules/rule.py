@@ -6,16 +6,20 @@ never touch a tensor: :meth:`Rule.check` looks at shapes, names and scalars, :me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod, PrepareRequest
+from ninferbuild.rules.error_flags import ErrorFlags
+
+__all__ = ["ErrorFlags", "Rule", "RuleCheck"]
 
 if TYPE_CHECKING:
     import torch
 
     from ninferbuild.artifact.schema import TensorSpec
+    from ninferbuild.artifact.tensor_output import TensorOutput
     from ninferbuild.sources.logical import EncodedRows
 
 
@@ -35,7 +39,16 @@ class RuleCheck:
 
 
 class Rule:
-    """A built-in method. Instances are callables with the documented method interface."""
+    """A built-in method. Instances are callables with the documented method interface.
+
+    A subclass sets the class variables and implements :meth:`check` and :meth:`encode_block`. Its bytes must not
+    depend on how rows are cut into blocks, nor on the device.
+
+    Attributes:
+        name: what recipes call the method.
+        version: part of every key; it changes when the bytes for any input change.
+        reads: what :meth:`encode` takes: decoded values, or codes and scales as they are stored.
+    """
 
     name: ClassVar[str]
     version: ClassVar[int]
@@ -45,12 +58,31 @@ class Rule:
     def __name__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"<method {self.name}>"
+
     def check(self, request: PrepareRequest) -> RuleCheck:
         """Everything that can be refused without reading a payload. Never imports torch for stored sources.
 
         Raises:
             ValueError: the target, the inputs or the parameters do not suit the rule.
         """
+        raise NotImplementedError
+
+    def block_rows(self, target: TensorSpec, rows_per_chunk: int) -> int:
+        """Rows of one block of an encoded format when about ``rows_per_chunk`` are wanted."""
+        return rows_per_chunk
+
+    def encode_block(
+        self,
+        block: Any,
+        target: TensorSpec,
+        checked: RuleCheck,
+        first_row: int,
+        device: torch.device,
+        errors: ErrorFlags,
+    ) -> tuple[torch.Tensor, ...]:
+        """What :meth:`encode` does; invalid data go to ``errors``. Must not wait for ``device``."""
         raise NotImplementedError
 
     def encode(
@@ -60,19 +92,54 @@ class Rule:
         checked: RuleCheck,
         first_row: int,
         device: torch.device,
+        errors: ErrorFlags | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Encode consecutive rows to the final bytes of each plane of the layout.
 
         Args:
-            block: for ``reads == "values"`` a floating tensor ``[rows, K]`` (direct formats: 1-D elements) on the
-                host or on ``device``; for ``"encoded"`` an :class:`EncodedRows` on the host.
+            block: for ``reads == "values"`` a tensor ``[rows, K]`` (direct formats: elements, any shape) on the
+                host or on ``device``; for ``"encoded"`` an :class:`EncodedRows` on the host or on ``device``.
             first_row: index of the first row in the parent (direct formats: of the first element).
+            errors: where invalid data are reported; the caller asks it before it uses the bytes. None: they are
+                raised here, which waits for ``device``.
 
         Returns:
-            one 1-D uint8 tensor for each plane, on ``device``: the bytes that these rows append to the plane.
+            one 1-D uint8 tensor for each plane, on ``device``: the bytes that these rows append to the plane. The
+            tensor may share memory with ``block``.
+
+        Raises:
+            ValueError: the data cannot be encoded (without ``errors``, or on the host).
+            TypeError: the element type does not suit the rule.
         """
-        raise NotImplementedError
+        import torch
+
+        flags = ErrorFlags(device) if errors is None else errors
+        with torch.no_grad():
+            planes = self.encode_block(block, target, checked, first_row, device, flags)
+        if errors is None:
+            flags.raise_if_any()
+        return planes
+
+    def blocks(self, request: PrepareRequest) -> Iterator[tuple[int, torch.Tensor | EncodedRows]]:
+        """The parent in blocks as :meth:`encode` takes them, each with its first row."""
+        rows, columns = request.target.shape
+        step = self.block_rows(request.target, request.rows_per_chunk)
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            yield begin, request.values(begin * columns, end * columns).reshape(end - begin, columns)
 
     def __call__(self, request: PrepareRequest) -> PreparedMethod:
         """The method interface: check now, encode through ``TensorOutput`` later."""
-        raise NotImplementedError
+        checked = self.check(request)
+
+        def produce(output: TensorOutput) -> None:
+            from ninferbuild.rules.devices import pick_device
+
+            device = pick_device(request.device)
+            errors = ErrorFlags(device)
+            for first_row, block in self.blocks(request):
+                planes = self.encode(block, request.target, checked, first_row, device, errors)
+                output.write_planes(first_row, planes)
+            errors.raise_if_any()
+
+        return request.job(produce=produce, auxiliaries=checked.auxiliaries)

@@ -1,0 +1,150 @@
+"""Grouped absmax quantisation: integer codes with one binary16 scale for each group of columns.
+
+For each group, with elements ``x`` rounded to binary32 and ``RN32``/``RN16`` rounding to nearest, ties to even::
+
+    scale = RN16(RN32(max |x| / qmax)), or 2^-24 where that is zero and the group is not
+    code  = clamp(rint(RN32(x * RN32(1 / scale))), qmin, qmax)
+
+The quotient and the reciprocal are formed in binary64 because a binary32 division by a scalar is a multiplication by
+its rounded reciprocal on CUDA, which gives other bits. Maximum, product, ``rint`` and clamp are exact or rounded once
+on every device, so CPU and CUDA agree to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ninferbuild.artifact.codecs import row_split
+from ninferbuild.artifact.formats import QuantFormat, get_format
+from ninferbuild.artifact.layouts import K_ALIGNMENT, align_up, row_split_geometry
+from ninferbuild.rules.devices import pick_device
+from ninferbuild.rules.error_flags import ErrorFlags
+from ninferbuild.rules.tiles import row_tiles
+
+__all__ = ["QuantizedMatrix", "encode_matrix", "pick_device", "quantize_matrix", "quantize_rows"]
+
+SMALLEST_SCALE = 2.0**-24
+"""The smallest positive binary16 number, word 0x0001."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """Codes int8 ``[N, R, group]`` and scales float16 ``[N, R]``, ``R`` groups in each row padded to 128 columns."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def grouped_format(name: str) -> QuantFormat:
+    """The grouped-integer format ``name``. Raises ``ValueError`` for any other format."""
+    format = get_format(name)
+    if not isinstance(format, QuantFormat):
+        raise ValueError(f"grouped quantization requires a quantized numeric format, not {name!r}")
+    return format
+
+
+def require_floating_matrix(weight: torch.Tensor) -> None:
+    """Raises ``ValueError`` unless ``weight`` has rank 2, ``TypeError`` unless it is floating point."""
+    if weight.ndim != 2:
+        raise ValueError(f"grouped quantization requires rank 2, got {tuple(weight.shape)}")
+    if not weight.is_floating_point():
+        raise TypeError(f"weight must be floating point, got {weight.dtype}")
+
+
+def group_scales(maxima: torch.Tensor, qmax: int, errors: ErrorFlags) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and reciprocals of groups from their largest magnitudes.
+
+    Args:
+        maxima: float32, NaN where the group holds one.
+
+    Returns:
+        float16 scales and float32 reciprocals (0 for a zero group), shaped like ``maxima``.
+    """
+    errors.note(~torch.isfinite(maxima), "grouped quantization source contains NaN or infinity")
+    scales = (maxima.double() / qmax).float().half()
+    scales.masked_fill_((scales == 0) & (maxima > 0), SMALLEST_SCALE)
+    errors.note(~torch.isfinite(scales), "grouped quantization scale is not finite and positive")
+    reciprocals = scales.double().reciprocal_().float().masked_fill_(scales == 0, 0.0)
+    return scales, reciprocals
+
+
+def quantize_rows(
+    rows: torch.Tensor, format: QuantFormat, errors: ErrorFlags, scratch: Scratch | None = None
+) -> QuantizedMatrix:
+    """Quantise floating rows ``[r, K]`` where they are. With ``scratch`` the codes last until its next use."""
+    count, columns = rows.shape
+    padded = align_up(columns, K_ALIGNMENT)
+    scratch = scratch or Scratch(count, padded, rows.device)
+    shape = (count, padded // format.group_size, format.group_size)
+    if rows.dtype == torch.float32 and columns == padded:
+        values = rows.reshape(shape)
+    else:
+        values = scratch.values[: count * padded].view(count, padded)
+        values[:, :columns].copy_(rows)
+        values[:, columns:].zero_()
+        values = values.view(shape)
+    work = scratch.work[: count * padded].view(shape)
+    maxima = torch.abs(values, out=work).amax(dim=-1)
+    scales, reciprocals = group_scales(maxima, format.qmax, errors)
+    torch.mul(values, reciprocals[..., None], out=work)
+    work.round_().clamp_(format.qmin, format.qmax)
+    codes = scratch.codes[: count * padded].view(shape)
+    codes.copy_(work)
+    return QuantizedMatrix(codes, scales)
+
+
+class Scratch:
+    """Memory for one tile, used again for the next."""
+
+    __slots__ = ("codes", "values", "work")
+
+    def __init__(self, rows: int, padded: int, device: torch.device):
+        self.values = torch.empty(rows * padded, dtype=torch.float32, device=device)
+        self.work = torch.empty_like(self.values)
+        self.codes = torch.empty(rows * padded, dtype=torch.int8, device=device)
+
+
+def encode_matrix(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags) -> tuple[torch.Tensor, ...]:
+    """Quantise and pack rows ``[r, K]`` where they are: the bytes of the base, high (5 and 6 bits) and scale planes.
+
+    Raises:
+        TypeError: the elements are not floating point.
+    """
+    require_floating_matrix(weight)
+    rows, columns = weight.shape
+    geometry = row_split_geometry(format, (rows, columns))
+    planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8, device=weight.device) for plane in geometry.planes)
+    scratch: Scratch | None = None
+    for begin, end in row_tiles(weight, geometry.padded_columns):
+        scratch = scratch or Scratch(end - begin, geometry.padded_columns, weight.device)
+        tile = quantize_rows(weight[begin:end], format, errors, scratch)
+        for plane, packed in zip(planes, row_split.pack_rows(tile.codes, tile.scales, format), strict=True):
+            row_bytes = len(plane) // rows
+            plane[begin * row_bytes : end * row_bytes] = packed
+    return planes
+
+
+@torch.no_grad()
+def quantize_matrix(weight: torch.Tensor, format: str, *, device: str | torch.device | None = None) -> QuantizedMatrix:
+    """Quantise a floating matrix ``[N, K]`` as ``grouped_absmax`` does.
+
+    Args:
+        format: name of a grouped-integer format.
+        device: where to work and leave the result; None is CUDA if there is one. CUDA falls back to the CPU.
+
+    Raises:
+        ValueError: rank other than 2, another format, NaN or infinity, or a scale that overflows binary16.
+        TypeError: ``weight`` is not floating point.
+    """
+    quantized = grouped_format(format)
+    require_floating_matrix(weight)
+    weight = weight.to(pick_device(device))
+    errors = ErrorFlags(weight.device)
+    padded = align_up(weight.shape[1], K_ALIGNMENT)
+    tiles = [quantize_rows(weight[begin:end], quantized, errors) for begin, end in row_tiles(weight, padded)]
+    errors.raise_if_any()
+    if len(tiles) == 1:
+        return tiles[0]
+    return QuantizedMatrix(torch.cat([tile.codes for tile in tiles]), torch.cat([tile.scales for tile in tiles]))
