@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -152,9 +152,7 @@ class _TransformedValues:
 def _materialise(description: Description, observe: PartObserver | None) -> torch.Tensor:
     stored = replace(description, shape=description.stored_shape, steps=())
     values = open_values(stored, observe).read(stored.elements)
-    step: tuple[Any, ...]
-    for step in description.steps:
-        name, shape, argument = step
+    for name, shape, argument in description.steps:
         values = STEPS[name](values.reshape(shape), argument)
     return values.reshape(-1)
 

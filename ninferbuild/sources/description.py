@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from ninferbuild.sources.dtypes import WORD_BYTES
 from ninferbuild.sources.ranges import Concatenation, Range, coalesce
@@ -64,7 +65,7 @@ class Description:
     decoder: str
     parts: tuple[Part, ...]
     words: tuple[tuple[str, bytes], ...] = ()
-    steps: tuple[tuple[object, ...], ...] = ()
+    steps: tuple[tuple[Any, ...], ...] = ()
     encoding: str | None = None
     stored_shape: tuple[int, ...] = ()
     positions: tuple[Range, ...] = ()

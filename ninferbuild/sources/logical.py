@@ -85,7 +85,7 @@ class LogicalSource:
         return description
 
     @property
-    def derivation(self) -> tuple[LogicalSource, tuple[tuple[object, ...], ...]]:
+    def derivation(self) -> tuple[LogicalSource, tuple[tuple[Any, ...], ...]]:
         """The source that an opaque source was derived from by the constructors of this module, and their steps.
 
         A source that was not derived is its own origin, with no steps. The steps have the form of
@@ -163,28 +163,26 @@ def array_source(values: torch.Tensor | np.ndarray[Any, Any], label: str) -> Log
 
 def _snapshot(values: object, label: str) -> tuple[str, bytes]:
     """Safetensors type name and little-endian bytes of an array, in C order."""
-    torch = sys.modules.get("torch")  # whoever holds a tensor has imported torch
-    dtype: str | None
-    if torch is not None and isinstance(values, torch.Tensor):
-        dtype = NAMES_OF_TORCH.get(str(values.dtype))
-        if dtype is not None:
-            flat = values.detach().cpu().contiguous().reshape(-1)
-            return dtype, flat.view(torch.uint8).numpy().tobytes()
-    else:
-        import numpy as np
+    import numpy as np
 
-        if not isinstance(values, np.ndarray):
-            raise TypeError(f"{label}: array_source takes a torch.Tensor or numpy array, not {type(values).__name__}")
+    if isinstance(values, np.ndarray):  # asked first: a recipe's deferred torch must not load for an array
         dtype = NAMES_OF_NUMPY.get(f"{values.dtype.kind}{values.dtype.itemsize}")
         if dtype is not None:
             return dtype, values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    elif "torch" in sys.modules and isinstance(values, sys.modules["torch"].Tensor):
+        dtype = NAMES_OF_TORCH.get(str(values.dtype))
+        if dtype is not None:
+            words = values.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8)
+            return dtype, words.numpy().tobytes()
+    else:
+        raise TypeError(f"{label}: array_source takes a torch.Tensor or numpy array, not {type(values).__name__}")
     raise TypeError(f"{label}: array_source cannot hold elements of type {values.dtype}")
 
 
 class _Derived:
     """Reader of a source derived from an opaque one. ``step`` says how, in the form of ``Description.steps``."""
 
-    def __init__(self, source: LogicalSource, shape: tuple[int, ...], step: tuple[object, ...]):
+    def __init__(self, source: LogicalSource, shape: tuple[int, ...], step: tuple[Any, ...]):
         self.source = source
         self.shape = shape
         self.step = step
