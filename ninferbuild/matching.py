@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 import fnmatch
 import re
 
@@ -38,19 +38,26 @@ class NameIndex:
             return ()
         prefix, suffix = selector[: special[0].start()], selector[special[-1].end() :]
         matches = re.compile(fnmatch.translate(selector)).match
-        found = [name for name in self._candidates(prefix, suffix) if matches(name)]
-        found.sort(key=self._position.__getitem__)
+        candidates = self._candidates(prefix, suffix)
+        found = [name for name in candidates if matches(name)]
+        if candidates is not self._position:
+            found.sort(key=self._position.__getitem__)
         return tuple(found)
 
-    def _candidates(self, prefix: str, suffix: str) -> Iterable[str]:
+    def _candidates(self, prefix: str, suffix: str) -> Collection[str]:
+        """Names among which are all those with this beginning and end: all names, or markedly fewer in any order."""
+        if not prefix and not suffix:
+            return self._position
         if not self._forward:
             self._forward = sorted(self._position)
-            self._backward = sorted(name[::-1] for name in self._position)
+            self._backward = sorted([name[::-1] for name in self._position])
         begin, end = _starting_with(self._forward, prefix)
         first, last = _starting_with(self._backward, suffix[::-1])
+        if min(end - begin, last - first) > len(self) // 2:
+            return self._position
         if end - begin <= last - first:
             return self._forward[begin:end]
-        return (name[::-1] for name in self._backward[first:last])
+        return [name[::-1] for name in self._backward[first:last]]
 
 
 def _starting_with(ordered: Sequence[str], prefix: str) -> tuple[int, int]:

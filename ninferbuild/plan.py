@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ninferbuild.artifact.formats import DIRECT_FORMATS, default_layout
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.auxiliaries import AuxiliaryObject, merge_auxiliaries, use_records
+from ninferbuild.collector import paused_collector
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, MethodInput, PreparedMethod, PrepareRequest
 from ninferbuild.recipe import PreparedRecipe, Recipe, Selection, WeightJob
 from ninferbuild.rules import rule_of
@@ -35,6 +37,10 @@ class Fragment(NamedTuple):
     begin: int
     first: int
     last: int
+
+
+_Place = tuple[int, Fragment, TensorSpec]
+"""First element of a parameter that a fragment holds, the fragment, and the parent it lies in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class PlannedRecipe:
     parents: tuple[Parent, ...]
     bindings: dict[str, dict[str, Any]]
 
+    @paused_collector()
     def uses(
         self, auxiliaries: Sequence[Mapping[AuxiliaryKey, AuxiliaryValue]]
     ) -> tuple[list[dict[str, Any]], list[AuxiliaryObject]]:
@@ -96,16 +103,14 @@ class PlannedRecipe:
         return use_records(self.recipe, merge_auxiliaries(self.recipe, auxiliaries))
 
 
+@paused_collector()
 def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "") -> PlannedRecipe:
     """Plan every parent and check its built-in method; methods of users are not called.
 
     Raises:
         ValueError: a group, format, layout or method does not suit its parameters, with their names.
     """
-    parents = tuple(
-        parent if parent.rule is None else replace(parent, checked=_check(parent.rule, parent))
-        for parent in _parents(recipe, device, rows_per_chunk)
-    )
+    parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=True))
     # What is known already is refused now rather than after hours of encoding.
     merge_auxiliaries(recipe, (parent.checked.auxiliaries for parent in parents if parent.checked is not None))
     return PlannedRecipe(recipe, parents, _bindings(recipe, parents))
@@ -121,7 +126,7 @@ def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
     try:
         prepared = parent.method(replace(parent.request, device=device))
     except Exception as error:
-        raise _method_error(parent, error) from error
+        raise _method_error(parent.names, error) from error
     if not isinstance(prepared, PreparedMethod):
         raise TypeError(
             f"{_prefix(parent.names)}: method {parent.method_name} must return request.job(...), "
@@ -132,7 +137,7 @@ def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
 
 def prepare(recipe: Recipe, *, device: str, rows_per_chunk: int) -> PreparedRecipe:
     """What :meth:`Recipe.prepare` does: the same plan, with every method called through its public interface."""
-    parents = tuple(_parents(recipe, device, rows_per_chunk))
+    parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=False))
     prepared = [prepare_user_method(parent, device) for parent in parents]
     planned = PlannedRecipe(recipe, parents, _bindings(recipe, parents))
     uses, auxiliaries = planned.uses([item.auxiliaries for item in prepared])
@@ -143,34 +148,44 @@ def prepare(recipe: Recipe, *, device: str, rows_per_chunk: int) -> PreparedReci
     return PreparedRecipe(weights, planned.bindings, uses, auxiliaries)
 
 
-def _parents(recipe: Recipe, device: str, rows_per_chunk: int) -> Iterator[Parent]:
-    """Unchecked parents in object order."""
+def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: bool) -> Iterator[Parent]:
+    """Parents in object order. Without ``check_rules`` their methods will all be called through their own interface."""
     policies = MappingProxyType(dict(recipe.policies))
     overrides = MappingProxyType(dict(recipe.auxiliary_overrides))
-    for index, (items, shape) in enumerate(_partition(recipe)):
-        names = tuple(name for name, _ in items)
-        _require_one_kind(recipe, items)
-        sources = [_selected(recipe, name, selection) for name, selection in items]
+    parameters = recipe.model.parameters
+    sizes = _Sizes()
+    for index, (items, chosen_shape) in enumerate(_partition(recipe)):
+        if len(items) > 1:
+            _require_one_residency(recipe, items)
         choice = items[0][1]
-        try:
-            target = _target(f"weight/{index:06d}", choice, sources, shape)
-        except ValueError as error:
-            raise ValueError(f"{error} (storing {_listed(names)})") from error
         inputs = tuple(
-            MethodInput(name, source, tuple((name, use) for use in recipe.model.parameters[name].inputs))
-            for (name, _), source in zip(items, sources, strict=True)
+            [
+                MethodInput(name, _selected(name, selection), tuple(zip(repeat(name), parameters[name].inputs)))
+                for name, selection in items
+            ]
         )
+        try:
+            target = _target(f"weight/{index:06d}", choice, inputs, chosen_shape, sizes)
+        except ValueError as error:
+            raise ValueError(f"{error} (storing {_listed([name for name, _ in items])})") from error
         request = PrepareRequest(target, inputs, policies, dict(choice.parameters), device, rows_per_chunk, overrides)
         method = choice.method
+        rule = rule_of(method)
+        checked = None
+        if rule is not None and check_rules:
+            try:
+                checked = rule.check(request)
+            except Exception as error:
+                raise _method_error([name for name, _ in items], error) from error
         method_name = getattr(method, "__name__", None) or type(method).__name__
-        yield Parent(request, method, method_name, rule_of(method), None, _fragments(items))
+        yield Parent(request, method, method_name, rule, checked, _fragments(items))
 
 
 def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | None]]:
     """What becomes one parent, and its explicit shape: explicit groups, then automatic ones, then the rest.
 
     Raises:
-        ValueError: explicit groups overlap or include an alias or a parameter that is split by rows.
+        ValueError: explicit groups overlap, include an alias or a parameter that is split by rows, or mix choices.
     """
     selections, aliases = recipe.selections, recipe.aliases
     used: set[str] = set()
@@ -182,7 +197,13 @@ def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | N
         if split is not None:
             raise ValueError(f"explicit grouping requires unsplit parameters; {split} is split by rows")
         used.update(names)
-        yield [(name, selections[name][0]) for name in names], shape
+        items = [(name, selections[name][0]) for name in names]
+        if not _compatible(items):
+            raise ValueError(
+                f"grouped parameters have incompatible formats, layouts or methods: {_listed(names)}; "
+                "assign the same ones, with equal method parameters, to all of them"
+            )
+        yield items, shape
     left_alone = recipe.separate_parameters | aliases.keys()
     for names in recipe.model.packing_groups:
         unknown = next((name for name in names if name not in selections), None)
@@ -249,9 +270,7 @@ def _weight_divisor(source: LogicalSource) -> bytes | None:
     return source.weight_divisor()
 
 
-def _require_one_kind(recipe: Recipe, items: Sequence[Item]) -> None:
-    if len(items) == 1:
-        return
+def _require_one_residency(recipe: Recipe, items: Sequence[Item]) -> None:
     names = [name for name, _ in items]
     residencies = {recipe.model.parameters[name].residency for name in names}
     if len(residencies) > 1:
@@ -259,14 +278,9 @@ def _require_one_kind(recipe: Recipe, items: Sequence[Item]) -> None:
             f"parameters of independently selected residencies ({', '.join(sorted(residencies))}) "
             f"cannot share one parent: {_listed(names)}"
         )
-    if not _compatible(items):
-        raise ValueError(
-            f"grouped parameters have incompatible formats, layouts or methods: {_listed(names)}; "
-            "assign the same ones, with equal method parameters, to all of them"
-        )
 
 
-def _selected(recipe: Recipe, name: str, selection: Selection) -> LogicalSource:
+def _selected(name: str, selection: Selection) -> LogicalSource:
     """The selection's source restricted to its elements, which are whole leading-axis rows."""
     source = selection.source
     shape = source.shape
@@ -278,14 +292,33 @@ def _selected(recipe: Recipe, name: str, selection: Selection) -> LogicalSource:
     return leading_rows(source, selection.begin // row, selection.end // row)
 
 
+class _Sizes:
+    """Which combinations of layout, format, shape and divisors are known to be storable; a model has few."""
+
+    def __init__(self) -> None:
+        self._accepted: set[tuple[str, str, tuple[int, ...], int]] = set()
+
+    def require_storable(self, layout: str, format: str, shape: tuple[int, ...], divisors: int) -> None:
+        """Raises ``ValueError`` when the layout cannot hold the tensor."""
+        combination = (layout, format, shape, divisors)
+        if combination not in self._accepted:
+            encoded_size(layout, format, shape, divisors)
+            self._accepted.add(combination)
+
+
 def _target(
-    identifier: str, choice: Selection, sources: Sequence[LogicalSource], shape: tuple[int, ...] | None
+    identifier: str,
+    choice: Selection,
+    inputs: Sequence[MethodInput],
+    chosen_shape: tuple[int, ...] | None,
+    sizes: _Sizes,
 ) -> TensorSpec:
     """The stored tensor; refuses what its layout cannot hold."""
-    shape = _parent_shape(choice.format, [tuple(source.shape) for source in sources], shape)
+    sources = [item.source for item in inputs]
+    shape = _parent_shape(choice.format, [source.shape for source in sources], chosen_shape)
     layout = choice.layout or default_layout(choice.format)
     divisors = _stacked_divisors(choice.format, sources)
-    encoded_size(layout, choice.format, shape, divisors)
+    sizes.require_storable(layout, choice.format, shape, divisors)
     return TensorSpec(identifier, shape, choice.format, layout, divisors)
 
 
@@ -294,6 +327,8 @@ def _parent_shape(format: str, shapes: Sequence[tuple[int, ...]], chosen: tuple[
         total = sum(map(prod, shapes))
         if prod(chosen) != total:
             raise ValueError(f"parent shape {chosen} changes its element count of {total}")
+        if any(type(extent) is not int for extent in chosen):
+            raise ValueError(f"parent shape {chosen} must be made of integers")
         return chosen
     direct = format in DIRECT_FORMATS
     first = shapes[0]
@@ -338,22 +373,21 @@ def _bindings(recipe: Recipe, parents: Iterable[Parent]) -> dict[str, dict[str, 
     Raises:
         ValueError: the selections of a parameter do not cover it exactly.
     """
-    places: dict[str, list[tuple[int, Fragment, TensorSpec]]] = {
-        name: [] for name in recipe.selections if name not in recipe.aliases
-    }
+    places: dict[str, list[_Place]] = {name: [] for name in recipe.selections if name not in recipe.aliases}
     for parent in parents:
+        target = parent.request.target
         for fragment in parent.fragments:
-            places[fragment.parameter].append((fragment.begin, fragment, parent.target))
-    bindings = {
-        name: _binding(name, tuple(recipe.model.parameters[name].shape), stored) for name, stored in places.items()
-    }
+            places[fragment.parameter].append((fragment.begin, fragment, target))
+    parameters = recipe.model.parameters
+    bindings = {name: _binding(name, parameters[name].shape, stored) for name, stored in places.items()}
     for name in recipe.aliases:
         bindings[name] = _copied(bindings[recipe.resolve(name)])
     return bindings
 
 
-def _binding(name: str, shape: tuple[int, ...], stored: list[tuple[int, Fragment, TensorSpec]]) -> dict[str, Any]:
-    stored.sort(key=lambda place: place[0])
+def _binding(name: str, shape: tuple[int, ...], stored: list[_Place]) -> dict[str, Any]:
+    if len(stored) > 1:
+        stored.sort(key=lambda place: place[0])
     cursor = 0
     for begin, fragment, _ in stored:
         if begin != cursor:
@@ -372,15 +406,8 @@ def _copied(binding: dict[str, Any]) -> dict[str, Any]:
     return {"parts": [{"object": part["object"], "range": list(part["range"])} for part in binding["parts"]]}
 
 
-def _check(rule: Rule, parent: Parent) -> RuleCheck:
-    try:
-        return rule.check(parent.request)
-    except Exception as error:
-        raise _method_error(parent, error) from error
-
-
-def _method_error(parent: Parent, error: Exception) -> ValueError:
-    prefix = f"{_prefix(parent.names)}: "
+def _method_error(names: Sequence[str], error: Exception) -> ValueError:
+    prefix = f"{_prefix(names)}: "
     message = str(error)
     if not message or isinstance(error, KeyError):  # the text of a KeyError is a bare key
         message = f"{type(error).__name__} {message}".rstrip()

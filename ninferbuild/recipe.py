@@ -6,21 +6,22 @@ reads a payload or imports torch; :mod:`ninferbuild.plan` turns the configured s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ninferbuild.artifact.formats import default_layout
 from ninferbuild.artifact.schema import ACTIVATION_POLICIES
+from ninferbuild.collector import paused_collector
 from ninferbuild.matching import NameIndex
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, PreparedMethod, UseKey
-from ninferbuild.rules import METHODS
+from ninferbuild.rules import METHODS, cast_direct
 
 if TYPE_CHECKING:
     from ninferbuild.artifact.schema import TensorSpec
-    from ninferbuild.models.model import Model
+    from ninferbuild.models.model import Model, Parameter
     from ninferbuild.plan import AuxiliaryObject
     from ninferbuild.sources.logical import LogicalSource
 
@@ -94,8 +95,7 @@ class Recipe:
         self.separate_parameters: set[str] = set()
         self.explicit_groups: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = []
         self._names: NameIndex | None = None
-        for name in model.parameters:
-            self.add_parameter(name)
+        self._add(model.parameters.items())
 
     def add_parameter(self, name: str) -> None:
         """Take up a parameter that was added to the model: its own source, its direct format, ``A16Only`` uses.
@@ -108,12 +108,17 @@ class Recipe:
         parameter = self.model.parameters.get(name)
         if parameter is None:
             raise ValueError(f"the model has no parameter {name}; call model.add(...) first")
-        self.selections[name] = [
-            Selection(0, prod(parameter.shape), parameter.direct_format, None, METHODS["cast_direct"], parameter.source)
-        ]
+        self._add([(name, parameter)])
+
+    @paused_collector()
+    def _add(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._names = None
-        for input_name in parameter.inputs:
-            self.policies[name, input_name] = DEFAULT_POLICY
+        for name, parameter in parameters:
+            size, source = prod(parameter.shape), parameter.source
+            whole = Selection(0, size, parameter.direct_format, None, cast_direct, source, {})
+            self.selections[name] = [whole]
+            for input_name in parameter.inputs:
+                self.policies[name, input_name] = DEFAULT_POLICY
 
     def match(self, selectors: str | Sequence[str]) -> tuple[str, ...]:
         """The parameter names that ``selectors`` select, in first-seen order without repeats.
@@ -138,6 +143,7 @@ class Recipe:
             found.update(dict.fromkeys(names))
         return tuple(found)
 
+    @paused_collector()
     def assign(
         self,
         selectors: str | Sequence[str],
@@ -166,29 +172,27 @@ class Recipe:
                 are outside the parameter.
             TypeError: ``method`` cannot be called, or ``source`` is not a source.
         """
-        changes: dict[str, Any] = {}
-        if method is not None:
-            changes["method"] = _resolve_method(method)
-        names = self.match(selectors)
-        if format is not None:
-            changes["format"] = format
-        if layout is not None:
-            changes["layout"] = None if layout == "auto" else layout
-        if source is not None:
-            changes["source"] = source
-        if parameters is not None:
-            changes["parameters"] = deepcopy(dict(parameters))
-        for name in names:
+        changes = _Changes(
+            format,
+            layout,
+            None if method is None else _resolve_method(method),
+            source,
+            None if parameters is None else deepcopy(dict(parameters)),
+        )
+        physical = any(change is not None for change in changes)
+        for name in self.match(selectors):
             parameter = self.model.parameters[name]
             if source is not None:
                 _require_shape(name, source, parameter.shape)
             begin, end = _element_range(name, parameter.shape, rows)
-            if changes:
+            if physical:
                 self.aliases.pop(name, None)
                 self.selections[name] = _rewritten(self.selections[name], begin, end, changes)
             if activation_policy is not None:
                 for input_name in parameter.inputs:
-                    self.use(name, input_name, activation_policy=activation_policy)
+                    key = (name, input_name)
+                    self._check_use(key, activation_policy)
+                    self.policies[key] = activation_policy
 
     def use(
         self,
@@ -207,16 +211,19 @@ class Recipe:
             TypeError: another role was given something else than an :class:`AuxiliaryValue`.
         """
         key = (parameter, input_name)
-        if key not in self.policies:
-            raise ValueError(f"unknown mathematical use {parameter} × {input_name}")
-        if activation_policy is not None and activation_policy not in ACTIVATION_POLICIES:
-            known = ", ".join(ACTIVATION_POLICIES)
-            raise ValueError(f"unknown activation policy {activation_policy!r} for {parameter}; choose one of {known}")
+        self._check_use(key, activation_policy)
         values = {role: _auxiliary(role, value) for role, value in (auxiliaries or {}).items()}
         if activation_policy is not None:
             self.policies[key] = activation_policy
         for role, value in values.items():
             self.auxiliary_overrides[parameter, input_name, role] = value
+
+    def _check_use(self, key: UseKey, policy: str | None) -> None:
+        if key not in self.policies:
+            raise ValueError(f"unknown mathematical use {key[0]} × {key[1]}")
+        if policy is not None and policy not in ACTIVATION_POLICIES:
+            known = ", ".join(ACTIVATION_POLICIES)
+            raise ValueError(f"unknown activation policy {policy!r} for {key[0]}; choose one of {known}")
 
     def separate(self, selectors: str | Sequence[str]) -> None:
         """Keep the matched parameters out of automatic groups; groups that contain one are skipped as a whole."""
@@ -270,6 +277,29 @@ class Recipe:
         return prepare(self, device=device, rows_per_chunk=rows_per_chunk)
 
 
+class _Changes(NamedTuple):
+    """Choices given to :meth:`Recipe.assign`; None leaves one as it is. ``layout`` may be ``"auto"``."""
+
+    format: str | None
+    layout: str | None
+    method: Method | None
+    source: LogicalSource | None
+    parameters: dict[str, Any] | None
+
+    def made_to(self, item: Selection, begin: int, end: int) -> Selection:
+        """Elements ``[begin, end)`` of ``item`` with these choices. A recipe of a big model does this 100,000 times."""
+        layout = item.layout if self.layout is None else self.layout
+        return Selection(
+            begin,
+            end,
+            item.format if self.format is None else self.format,
+            None if layout == "auto" else layout,
+            item.method if self.method is None else self.method,
+            item.source if self.source is None else self.source,
+            item.parameters if self.parameters is None else self.parameters,
+        )
+
+
 def _resolve_method(method: str | Method) -> Method:
     if isinstance(method, str):
         if method not in METHODS:
@@ -300,7 +330,7 @@ def _element_range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | No
     return first * row, last * row
 
 
-def _rewritten(selections: list[Selection], begin: int, end: int, changes: dict[str, Any]) -> list[Selection]:
+def _rewritten(selections: list[Selection], begin: int, end: int, changes: _Changes) -> list[Selection]:
     """Selections with ``changes`` made to elements ``[begin, end)``; those that straddle a bound are split."""
     result = []
     for item in selections:
@@ -310,7 +340,7 @@ def _rewritten(selections: list[Selection], begin: int, end: int, changes: dict[
             continue
         if item.begin < first:
             result.append(replace(item, end=first))
-        result.append(replace(item, begin=first, end=last, **changes))
+        result.append(changes.made_to(item, first, last))
         if last < item.end:
             result.append(replace(item, begin=last))
     return result
