@@ -69,6 +69,10 @@ class Rule:
         """
         raise NotImplementedError
 
+    def keyed_parameters(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters that enter the key: without those that only name what :attr:`RuleCheck.facts` hold."""
+        return parameters
+
     def block_rows(self, target: TensorSpec, rows_per_chunk: int) -> int:
         """Rows of one block of an encoded format when about ``rows_per_chunk`` are wanted."""
         return rows_per_chunk

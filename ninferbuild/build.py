@@ -1,0 +1,93 @@
+"""Building a target: the stages in order.
+
+configure → plan → resolve (keys and lookups) → execute (what is missing) → link. Nothing before *execute* reads weight
+payloads or imports torch, unless a user's own function does.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ninferbuild import link as linker
+from ninferbuild.errors import PayloadLostError
+from ninferbuild.job import BuildResult, Job
+from ninferbuild.preview import BuildPlan, PlannedAction, parameters, plan
+from ninferbuild.progress import Progress, QuietProgress
+from ninferbuild.publish import recover
+from ninferbuild.session import open_cache, open_session
+
+if TYPE_CHECKING:
+    from ninferbuild.target import Target
+
+__all__ = ["BuildPlan", "BuildResult", "PlannedAction", "build", "parameters", "plan"]
+
+ATTEMPTS = 3
+"""How often a build makes damaged payloads again before it gives up."""
+
+
+def build(
+    target: Target,
+    *,
+    device: str | None = None,
+    rerun: bool = False,
+    link: bool = True,
+    overwrite: bool = False,
+    rehash: bool = False,
+    keep_going: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> BuildResult:
+    """Build a target: encode what the cache does not hold, and link the artifact unless it is up to date.
+
+    Args:
+        device: overrides the target's; None with a target that names none takes CUDA where there is one.
+        rerun: run every action, whatever is cached.
+        link: write the artifact; otherwise only the cache is filled.
+        overwrite: replace an output that ninferbuild did not make.
+        rehash: read sources again instead of trusting remembered digests.
+        keep_going: after a failure, run what does not depend on it; nothing is linked then.
+        jobs: actions at a time; None lets the device decide.
+        progress: receives what happens.
+
+    Raises:
+        NinferbuildError, ValueError, TypeError, OSError: with one line that names the parameter, file or option.
+            Finished actions are kept, and nothing half-written has the output's name.
+    """
+    shown: Progress = progress if progress is not None else QuietProgress()
+    began = time.perf_counter()
+    cancel = threading.Event()
+    with ExitStack() as stack:
+        if link:
+            _refuse_early(target, overwrite)
+        cache = stack.enter_context(open_cache(target))
+        writer = stack.enter_context(cache.writer())
+        session = stack.enter_context(open_session(target, cache, writer, device, rerun=rerun, rehash=rehash))
+        lease = stack.enter_context(cache.lease(target.identity))
+        session.resolver.look_up(session.actions, hash_sources=True, cancel=cancel)
+        lease.add([action.record.key for action in session.actions if action.record is not None])
+        for kind, path in session.memo.distrusted.items():
+            shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")
+        job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began)
+        job.execute()
+        if not link:
+            job.record(None, ())
+            return job.result(None, False)
+        for attempt in range(ATTEMPTS):
+            try:
+                return job.link(overwrite)
+            except PayloadLostError as lost:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                shown.note(str(lost))
+                job.forget(lost.key)
+                job.execute()
+        raise AssertionError("unreachable")
+
+
+def _refuse_early(target: Target, overwrite: bool) -> None:
+    """A foreign output is refused before anything is encoded; an interrupted publication is finished first."""
+    recover(target.out)
+    linker.refuse_foreign([target.out], overwrite=overwrite)

@@ -1,0 +1,80 @@
+"""From a target to a configured recipe: open the checkpoint, build the model, run the recipe functions in order.
+
+Only headers and scalars are read. ``import torch`` in a recipe file costs nothing until torch is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ninferbuild import models, user_modules
+from ninferbuild.recipe import Recipe
+from ninferbuild.recipe_file import load
+from ninferbuild.sources.opened import Sources
+
+if TYPE_CHECKING:
+    from ninferbuild.models.model import Model
+    from ninferbuild.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """A target's model and recipe, ready to be planned.
+
+    Attributes:
+        sources: stay open as long as values are read.
+        recipe_reference: official name or ``file.py:function``.
+        ranking: file of token counts behind the proposal head.
+    """
+
+    target: Target
+    model: Model
+    recipe: Recipe
+    sources: Sources
+    recipe_reference: str
+    override_references: tuple[str, ...]
+    ranking: Path | None
+
+
+@contextmanager
+def configured(target: Target) -> Iterator[Configured]:
+    """Configure ``target``; on leaving, its sources are closed and its recipe modules forgotten.
+
+    Raises:
+        ValueError, TypeError, OSError, ImportError: the checkpoint, a source or a recipe is unsuitable.
+    """
+    with ExitStack() as stack:
+        sources = stack.enter_context(Sources(target.model, target.sources))
+        model = models.build(
+            sources["base"], components=target.components, resource_overrides=target.resources, sources=sources
+        )
+        recipe = Recipe(model)
+        stack.callback(user_modules.purge)
+        loaded = load(target.recipe)
+        loaded(model, recipe, sources)
+        ranking = _add_proposal(target, recipe)
+        overrides = []
+        for reference in target.overrides:
+            override = load(reference)
+            override(model, recipe, sources)
+            overrides.append(override.reference)
+        for assign in target.assigns:
+            try:
+                recipe.assign(assign.select, **assign.arguments())
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"{assign.origin}: {error}" if assign.origin else str(error)) from error
+        yield Configured(target, model, recipe, sources, loaded.reference, tuple(overrides), ranking)
+
+
+def _add_proposal(target: Target, recipe: Recipe) -> Path | None:
+    if target.proposal is None:
+        return None
+    from ninferbuild.recipes.proposal import add_official_proposal, find_ranking
+
+    ranking = find_ranking(target.proposal.ranking, recipe.model.root)
+    add_official_proposal(recipe, ranking=ranking, rows=target.proposal.rows)
+    return ranking

@@ -1,0 +1,299 @@
+"""Encoding one parent with a built-in method: read, hash, encode, hand over the bytes of each plane.
+
+Every byte of the source is read once, in order, and hashed before the rule sees it: what the key says was encoded is
+what was encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from ninferbuild.artifact.codecs.buffers import host_memory
+from ninferbuild.artifact.formats import DIRECT_FORMATS
+from ninferbuild.digest import BLOCK_BYTES, BlockHasher, combine
+from ninferbuild.rules.rule import ErrorFlags, Rule
+from ninferbuild.sources.decoding import EncodedStream, ValueStream, open_encoded, open_values
+from ninferbuild.sources.logical import EncodedRows, concatenate_encoded
+
+if TYPE_CHECKING:
+    from ninferbuild.artifact.layouts import Plane
+    from ninferbuild.method import MethodInput
+    from ninferbuild.plan import Parent
+
+CHUNK_BYTES = 4 << 20
+"""Source bytes of one chunk. Small enough that reading, encoding and writing of several actions overlap."""
+
+TILE_ROWS = 128
+"""Rows of one scale tile of ``block_scale_k16_m128x4_v1``; its chunks are whole tiles."""
+
+
+class Cancelled(Exception):
+    """The build was interrupted."""
+
+
+class PayloadSink:
+    """Cuts the planes of one payload into blocks: at plane boundaries, and every 8 MiB within a plane.
+
+    One block a plane is open, so memory does not grow with the payload.
+
+    Args:
+        planes: geometry of the payload, in file order.
+        put: stores one full block and returns its digest.
+    """
+
+    def __init__(self, planes: Sequence[Plane], put: Callable[[memoryview], bytes]):
+        self._planes = planes
+        self._put = put
+        self._open: list[bytearray | None] = [None] * len(planes)
+        self._filled = [0] * len(planes)
+        self._done = [0] * len(planes)
+        self._blocks: list[list[tuple[bytes, int]]] = [[] for _ in planes]
+
+    def append(self, plane: int, data: memoryview) -> None:
+        """The next bytes of one plane."""
+        extent = self._planes[plane].extent
+        if self._done[plane] + self._filled[plane] + len(data) > extent:
+            raise ValueError(f"plane {plane} holds {extent} bytes, more were written")
+        while len(data):
+            block = self._open[plane]
+            if block is None:
+                block = self._open[plane] = bytearray(min(BLOCK_BYTES, extent - self._done[plane]))
+            filled = self._filled[plane]
+            piece = data[: len(block) - filled]
+            block[filled : filled + len(piece)] = piece
+            data = data[len(piece) :]
+            self._filled[plane] = filled + len(piece)
+            if self._filled[plane] == len(block):
+                self._close(plane)
+
+    def _close(self, plane: int) -> None:
+        block = self._open[plane]
+        assert block is not None
+        self._blocks[plane].append((self._put(memoryview(block)), len(block)))
+        self._done[plane] += len(block)
+        self._open[plane], self._filled[plane] = None, 0
+
+    def finish(self) -> tuple[tuple[tuple[bytes, int], ...], bytes]:
+        """Zero the gaps behind the planes; the blocks in payload order and the digest of the payload.
+
+        Raises:
+            ValueError: a plane did not receive all its bytes.
+        """
+        for index, plane in enumerate(self._planes):
+            written = self._done[index] + self._filled[index]
+            if written not in (plane.bytes, plane.extent):
+                raise ValueError(f"plane {index} holds {plane.bytes} bytes, {written} were written")
+            if plane.extent > written:
+                self.append(index, memoryview(bytes(plane.extent - written)))
+        blocks = tuple(block for plane_blocks in self._blocks for block in plane_blocks)
+        return blocks, combine(digest for digest, _ in blocks)
+
+
+class _OpaqueValues:
+    """Values of a user's reader as a stream, hashed like a region: element type and bytes."""
+
+    def __init__(self, item: MethodInput, observe: Callable[[memoryview], None]):
+        self._source = item.source
+        self._observe = observe
+        self._next = 0
+        self._dtype: torch.dtype | None = None
+
+    def read(self, count: int) -> torch.Tensor:
+        values = self._source.values(self._next, self._next + count).detach().cpu().contiguous()
+        if self._dtype is None:
+            self._dtype = values.dtype
+            self._observe(memoryview(str(values.dtype).encode()))
+        elif values.dtype != self._dtype:
+            raise ValueError(f"{self._source.label}: values are {values.dtype} after {self._dtype}")
+        self._next += count
+        self._observe(host_memory(values.view(torch.uint8)))
+        return values
+
+
+class _OpaqueRows:
+    """Encoded rows of a user's reader as a stream, hashed word for word."""
+
+    def __init__(self, item: MethodInput, observe: Callable[[memoryview], None]):
+        self._source = item.source
+        self._observe = observe
+        self._next = 0
+
+    def read(self, rows: int) -> EncodedRows:
+        assert self._source.read_encoded is not None
+        block = self._source.read_encoded(self._next, self._next + rows)
+        self._next += rows
+        self._observe(memoryview(f"{block.format} {(block.weight_divisor or b'').hex()}".encode()))
+        for words in (block.codes, block.scales):
+            self._observe(host_memory(words.detach().contiguous().view(torch.uint8).reshape(-1)))
+        return block
+
+
+class InputReader:
+    """The inputs of one parent as one stream, with a digest for each slot of the parent's manifest."""
+
+    def __init__(self, parent: Parent):
+        rule = parent.rule
+        self.encoded = rule is not None and rule.reads == "encoded"
+        self.source_bytes = 0
+        self._hashers: list[BlockHasher] = []
+        self._slots: list[int] = []
+        self._streams: list[ValueStream | EncodedStream | _OpaqueValues | _OpaqueRows] = []
+        self._left: list[int] = []
+        for item in parent.request.inputs:
+            described = item.source.description
+            hashers = [BlockHasher() for _ in (described.parts if described is not None else (None,))]
+            if described is None:
+                opaque = _OpaqueRows if self.encoded else _OpaqueValues
+                self._streams.append(opaque(item, self._observer(hashers, 0)))
+                if item.source.fingerprint is not None or item.source.files is not None:
+                    hashers = []
+            else:
+                opened = open_encoded if self.encoded else open_values
+                self._streams.append(opened(described, self._part_observer(hashers)))
+            self._hashers += hashers
+            self._left.append(item.source.shape[0] if self.encoded else prod(item.source.shape))
+        self._current = 0
+
+    def _observer(self, hashers: list[BlockHasher], index: int) -> Callable[[memoryview], None]:
+        def observe(data: memoryview) -> None:
+            self.source_bytes += data.nbytes
+            hashers[index].update(data)
+
+        hashers = list(hashers)
+        return observe
+
+    def _part_observer(self, hashers: list[BlockHasher]) -> Callable[[int, memoryview], None]:
+        def observe(part: int, data: memoryview) -> None:
+            self.source_bytes += data.nbytes
+            hashers[part].update(data)
+
+        return observe
+
+    def remaining_in_input(self) -> int:
+        """Units (elements, or rows when encoded) left in the input that is read next."""
+        while self._current < len(self._left) - 1 and not self._left[self._current]:
+            self._current += 1
+        return self._left[self._current]
+
+    def values(self, count: int) -> torch.Tensor:
+        """The next ``count`` elements, 1-D, on the host. Inputs of several types promote as ``torch.cat`` does."""
+        pieces = [stream.read(taken) for stream, taken in self._take(count)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # type: ignore[arg-type,return-value]
+
+    def rows(self, count: int) -> EncodedRows:
+        """The next ``count`` encoded rows."""
+        pieces = [stream.read(taken) for stream, taken in self._take(count)]
+        if len(pieces) == 1:
+            return pieces[0]  # type: ignore[return-value]
+        return concatenate_encoded(pieces, "encoded inputs cannot share one parent format/divisor")  # type: ignore[arg-type]
+
+    def _take(self, count: int) -> Iterator[tuple[ValueStream | EncodedStream | _OpaqueValues | _OpaqueRows, int]]:
+        while count:
+            left = self.remaining_in_input()
+            if not left:
+                raise ValueError("the inputs hold fewer elements than the parent")
+            taken = min(left, count)
+            self._left[self._current] -= taken
+            yield self._streams[self._current], taken
+            count -= taken
+
+    def digests(self) -> list[bytes]:
+        """One digest for each slot, valid once everything was read."""
+        return [hasher.digest() for hasher in self._hashers]
+
+
+def hash_inputs(parent: Parent, cancel: threading.Event) -> tuple[list[bytes], int]:
+    """The slots' digests by reading the inputs without encoding, and the bytes read."""
+    reader = InputReader(parent)
+    while left := reader.remaining_in_input():
+        if cancel.is_set():
+            raise Cancelled
+        if reader.encoded:
+            reader.rows(min(left, 4096))
+        else:
+            reader.values(min(left, CHUNK_BYTES // 2))
+    return reader.digests(), reader.source_bytes
+
+
+def encode(
+    parent: Parent,
+    sink: PayloadSink,
+    device: torch.device,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    cancel: threading.Event,
+    advance: Callable[[int], None],
+) -> tuple[list[bytes], int]:
+    """Run a built-in method on its parent.
+
+    Args:
+        sink: receives the bytes of each plane.
+        device: where the arithmetic is done. The result does not depend on it.
+        chunk_bytes: decoded source bytes of one chunk. The result does not depend on it.
+        cancel: checked between chunks.
+        advance: told the source bytes of each chunk.
+
+    Returns:
+        the digests of the slots of the parent's manifest, and the source bytes read.
+
+    Raises:
+        ValueError: the source holds values that the method refuses.
+        Cancelled: ``cancel`` was set.
+    """
+    rule, checked, target = parent.rule, parent.checked, parent.request.target
+    assert rule is not None
+    assert checked is not None
+    reader = InputReader(parent)
+    errors = ErrorFlags(device)
+    told = 0
+    for first, count in _chunks(rule, parent, reader, chunk_bytes):
+        if cancel.is_set():
+            raise Cancelled
+        block: torch.Tensor | EncodedRows
+        if reader.encoded:
+            block = reader.rows(count)
+        elif target.format in DIRECT_FORMATS:
+            block = reader.values(count)
+        else:
+            block = reader.values(count * target.shape[1]).view(count, target.shape[1])
+        if isinstance(block, torch.Tensor) and device.type != "cpu":
+            block = block.to(device, non_blocking=True)
+        for index, plane in enumerate(rule.encode(block, target, checked, first, device, errors)):
+            if plane.numel():
+                sink.append(index, host_memory(plane))
+        advance(reader.source_bytes - told)
+        told = reader.source_bytes
+    errors.raise_if_any()
+    return reader.digests(), reader.source_bytes
+
+
+def _chunks(rule: Rule, parent: Parent, reader: InputReader, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of each chunk: elements for direct formats, rows for the others."""
+    target = parent.request.target
+    direct = target.format in DIRECT_FORMATS
+    width = 1 if direct else target.shape[1]
+    total = prod(target.shape) // width
+    # Two bytes an element is exact for BF16, by far the commonest source; others make chunks larger, not wrong.
+    size = max(1, chunk_bytes // (2 * width))
+    tile = TILE_ROWS if target.layout == "block_scale_k16_m128x4_v1" else 1
+    size = max(tile, size // tile * tile)
+    first = 0
+    while first < total:
+        count = min(size, total - first)
+        # Chunks end with an input where they can, so that no chunk has to be glued together; stacked NVFP4 requires it.
+        left = reader.remaining_in_input() // (1 if reader.encoded else width)
+        if left >= tile and left % tile == 0:
+            count = min(count, left)
+        yield first, count
+        first += count
+
+
+def combined_key(digests: Sequence[bytes]) -> bytes:
+    """One digest of several, in order."""
+    return xxhash.xxh3_128_digest(b"".join(digests))

@@ -1,0 +1,237 @@
+"""Running actions: encode on the device, commit to the cache.
+
+Each worker thread takes one action from beginning to end, so reading, arithmetic and writing of different actions
+overlap, and no action's memory grows with its parent. The cache's writer thread commits blocks before the record that
+names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from ninferbuild import user_actions
+from ninferbuild.artifact.layouts import planes as planes_of
+from ninferbuild.artifact.tensor_output import TensorOutput
+from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
+from ninferbuild.device import Device
+from ninferbuild.encode import CHUNK_BYTES, PayloadSink, encode
+from ninferbuild.errors import NinferbuildError, SourceChangedError
+from ninferbuild.fingerprint import digest_dep, recording
+from ninferbuild.memo import Memo
+from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
+from ninferbuild.plan import prepare_user_method
+from ninferbuild.recipe_file import user_code
+from ninferbuild.resolve import Action, Resolver
+from ninferbuild.spill import SpillWriter
+
+if TYPE_CHECKING:
+    from ninferbuild.plan import Parent
+
+SMALLEST_CHUNK = 256 << 10
+"""Chunks are not made smaller than this many bytes when the device runs out of memory."""
+
+
+@dataclass
+class PreparedUser:
+    """A user's method that has been called and still has to produce."""
+
+    method: PreparedMethod
+    opened: list[str]
+    lookups: user_actions.Lookups
+
+
+@dataclass
+class Executor:
+    """Runs the actions of one build in worker threads.
+
+    Attributes:
+        advance: told source bytes as they are encoded.
+        target: identity of the target, kept with each result.
+    """
+
+    cache: Cache
+    writer: Writer
+    resolver: Resolver
+    memo: Memo
+    device: Device
+    target: str
+    advance: Callable[[int], None]
+    cancel: threading.Event
+    source_bytes: int = 0
+    executed: set[bytes] = field(default_factory=set)
+    seconds: dict[bytes, float] = field(default_factory=dict)
+    _users: dict[int, PreparedUser] = field(default_factory=dict)
+    _user_lock: threading.Lock = field(default_factory=threading.Lock)
+    _count_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self, action: Action) -> Mapping[AuxiliaryKey, AuxiliaryValue]:
+        """Call the user's method of an action that will run; its auxiliaries.
+
+        Raises:
+            ValueError: the method refused its parent.
+        """
+        parent = action.parent
+        lookups = user_actions.Lookups(parent)
+        device = str(self.device())
+        watched = replace(parent, request=lookups.watch(parent.request, device))
+        with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
+            prepared = prepare_user_method(watched, device)
+        self._users[id(action)] = PreparedUser(prepared, list(opened.paths), lookups)
+        return prepared.auxiliaries
+
+    def run(self, action: Action) -> None:
+        """Make one payload and commit it.
+
+        Raises:
+            ValueError: the source or the method refused; the message names the parameters.
+            SourceChangedError: a file changed while it was read, or since its digest was remembered.
+            CacheError: the cache cannot take the payload.
+        """
+        started, began = self.memo.now_ns(), time.perf_counter()
+        try:
+            record = self._user(action) if action.parent.rule is None else self._built_in(action, started)
+        except (NinferbuildError, OSError, MemoryError):
+            raise
+        except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+            raise _producer_error(action.parent, error) from error
+        record = replace_seconds(record, time.perf_counter() - began)
+        self.writer.action(record, self.resolver.probe(action))
+        action.record = record
+        with self._count_lock:
+            self.source_bytes += record.source_bytes
+            self.executed.add(record.key)
+            self.seconds[record.key] = record.seconds
+
+    def _built_in(self, action: Action, started_ns: int) -> ActionRecord:
+        deps: tuple[Dep, ...] = ()
+        if action.user:
+            with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
+                blocks, digest, digests, count = self._encode(action.parent)
+            deps = _file_deps(opened.paths)
+        else:
+            blocks, digest, digests, count = self._encode(action.parent)
+        self.memo.check_unchanged(action.stored_regions())
+        self._compare(action, digests)
+        text = action.settle(digests)
+        rows = self.resolver.keepable(action, digests, started_ns)
+        if rows:
+            self.writer.remember(rows)
+        return self._record(action, text, blocks, digest, count, deps=deps)
+
+    def _encode(self, parent: Parent) -> tuple[tuple[tuple[bytes, int], ...], bytes, list[bytes], int]:
+        target = parent.request.target
+        chunk = CHUNK_BYTES
+        if parent.request.rows_per_chunk != 512 and len(target.shape) == 2:
+            chunk = max(1, parent.request.rows_per_chunk * target.shape[1] * 2)
+        while True:
+            sink = PayloadSink(
+                planes_of(target.layout, target.format, target.shape, target.divisors), self.writer.block
+            )
+            try:
+                digests, count = encode(
+                    parent, sink, self.device(), chunk_bytes=chunk, cancel=self.cancel, advance=self.advance
+                )
+            except torch.cuda.OutOfMemoryError as error:
+                chunk //= 4
+                torch.cuda.empty_cache()
+                if chunk < SMALLEST_CHUNK:
+                    raise NinferbuildError(
+                        f"{_names(parent)}: the GPU is out of memory even for small chunks; free some of it, or "
+                        "build with --device cpu"
+                    ) from error
+            else:
+                return *sink.finish(), digests, count
+
+    def _user(self, action: Action) -> ActionRecord:
+        if any(digest is None for digest in action.digests):
+            self.resolver.hash(action, self.cancel)
+        prepared = self._users.pop(id(action), None)
+        if prepared is None:
+            self.prepare(action)
+            prepared = self._users.pop(id(action))
+        text = action.manifest()
+        target = action.parent.request.target
+        with SpillWriter(action.parent.request.target, self.cache.path) as spill:
+            with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
+                prepared.method.produce(TensorOutput(spill, target.id))
+            sink = PayloadSink(
+                planes_of(target.layout, target.format, target.shape, target.divisors), self.writer.block
+            )
+            spill.feed(sink)
+        blocks, digest = sink.finish()
+        self.memo.check_unchanged(action.stored_regions())
+        deps = (*prepared.lookups.deps(), *_file_deps({*prepared.opened, *opened.paths}))
+        self.advance(action.source_bytes)
+        rows = [
+            AuxiliaryRow(input=i, use=u, role=role, format=value.format, shape=value.shape, data=value.data)
+            for (i, u, role), value in user_actions.positions(prepared.method.auxiliaries, action.parent.request)
+        ]
+        action.settle([digest for digest in action.digests if digest is not None])
+        return self._record(action, text, blocks, digest, action.source_bytes, tuple(rows), deps)
+
+    def _compare(self, action: Action, digests: list[bytes]) -> None:
+        changed = [
+            key
+            for key, before, now in zip(action.memo_keys, action.digests, digests, strict=True)
+            if before is not None and before != now
+        ]
+        if changed:
+            self.cache.forget([key for key in changed if key is not None])
+            raise SourceChangedError(
+                f"{_names(action.parent)}: its source changed without a change of its file times; "
+                "what was remembered about it is dropped, build again"
+            )
+
+    def _record(
+        self,
+        action: Action,
+        text: str,
+        blocks: tuple[tuple[bytes, int], ...],
+        digest: bytes,
+        count: int,
+        auxiliaries: tuple[AuxiliaryRow, ...] = (),
+        deps: tuple[Dep, ...] = (),
+    ) -> ActionRecord:
+        assert action.key is not None
+        return ActionRecord(
+            key=action.key,
+            manifest=text,
+            kind="encode",
+            method=action.parent.method_name,
+            format=action.parent.request.target.format,
+            blocks=blocks,
+            length=sum(length for _, length in blocks),
+            digest=digest,
+            auxiliaries=auxiliaries,
+            source_bytes=count,
+            made_by=self.target,
+            deps=deps,
+        )
+
+
+def replace_seconds(record: ActionRecord, seconds: float) -> ActionRecord:
+    """The record with the time that its action took."""
+    import msgspec
+
+    return msgspec.structs.replace(record, seconds=seconds)
+
+
+def _file_deps(paths: Iterable[str]) -> tuple[Dep, ...]:
+    return tuple(Dep(path=path, digest=digest_dep(path)) for path in sorted(set(paths)))
+
+
+def _names(parent: Parent) -> str:
+    names = parent.names
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _producer_error(parent: Parent, error: Exception) -> ValueError:
+    target = parent.request.target
+    shown = ", ".join(parent.names[:4])
+    return ValueError(f"{shown} [{parent.method_name}/{target.format}]: {error}")

@@ -1,0 +1,307 @@
+"""The second half of a build: run the actions that have no cached result, then link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+import os
+from pathlib import Path
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ninferbuild import graph as graphs
+from ninferbuild import link as linker
+from ninferbuild.artifact.layouts import encoded_size
+from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
+from ninferbuild.errors import CacheError, NinferbuildError
+from ninferbuild.progress import Progress, action_line
+from ninferbuild.report import encode_report, make_report, report_path
+from ninferbuild.resolve import Action
+from ninferbuild.session import Session
+
+if TYPE_CHECKING:
+    from ninferbuild.execute import Executor
+    from ninferbuild.plan import Parent
+    from ninferbuild.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResult:
+    """What a build did.
+
+    Attributes:
+        files: (path, bytes) of each file of the artifact, entry first; empty when nothing was linked.
+        objects: objects of the artifact.
+        total, executed, cached: encode actions; one shared with an earlier action counts as cached.
+        source_bytes_read: bytes read from sources, whether to encode or to hash.
+        up_to_date: the files were already what would have been written, and were left alone.
+    """
+
+    target: Target
+    out: Path | None
+    artifact_id: str | None
+    files: tuple[tuple[Path, int], ...]
+    objects: int
+    total: int
+    executed: int
+    cached: int
+    source_bytes_read: int
+    seconds: float
+    up_to_date: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "target": self.target.name,
+            "out": str(self.out) if self.out is not None else None,
+            "artifact_id": self.artifact_id,
+            "files": [{"path": str(path), "bytes": size} for path, size in self.files],
+            "actions": {"total": self.total, "executed": self.executed, "cached": self.cached},
+            "source_bytes_read": self.source_bytes_read,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+class Job:
+    """The second half of a build: running actions and linking."""
+
+    def __init__(
+        self,
+        session: Session,
+        cache: Cache,
+        writer: Writer,
+        lease: Lease,
+        progress: Progress,
+        cancel: threading.Event,
+        keep_going: bool,
+        jobs: int | None,
+        began: float,
+    ):
+        self.session = session
+        self.cache = cache
+        self.writer = writer
+        self.lease = lease
+        self.progress = progress
+        self.cancel = cancel
+        self.keep_going = keep_going
+        self.jobs = jobs
+        self.began = began
+        self.prepared_at = began
+        self.executed: set[int] = set()
+        self.source_bytes = 0
+        self._executor: Executor | None = None
+
+    @property
+    def target(self) -> Target:
+        return self.session.configured.target
+
+    def forget(self, key: bytes) -> None:
+        """Make the action with this key run again."""
+        for action in self.session.actions:
+            if action.record is not None and action.record.key == key:
+                action.record, action.state = None, "run"
+
+    def execute(self) -> None:
+        """Run every action that has no record."""
+        missing = [action for action in self.session.actions if action.record is None]
+        self.prepared_at = time.perf_counter()
+        self._announce(missing)
+        if missing:
+            self._run(missing)
+            self.writer.flush()
+            assert self._executor is not None
+            self.source_bytes += self._executor.source_bytes
+            self._executor.source_bytes = 0
+        self.lease.add([action.record.key for action in self.session.actions if action.record is not None])
+
+    def _announce(self, missing: Sequence[Action]) -> None:
+        parents = self.session.planned.parents
+        self.progress.start(len(parents), sum(action.source_bytes for action in missing))
+        running = set(map(id, missing))
+        for index, (parent, action) in enumerate(zip(parents, self.session.action_of(), strict=True), 1):
+            if id(action) not in running:
+                self.progress.action(index, len(parents), _line(parent), "cached")
+                self.progress.done(index, "cached")
+
+    def _run(self, missing: Sequence[Action]) -> None:
+        executor = self._executor = self._executor or self._new_executor()
+        self._require_space(missing)
+        order = {id(parent): index for index, parent in enumerate(self.session.planned.parents, 1)}
+        for action in missing:
+            if action.parent.rule is None:
+                self.session.auxiliaries[id(action)] = executor.prepare(action)
+            for reason in action.uncacheable:
+                self.progress.note(f"{action.parent.names[0]}: {reason}")
+
+        def run(action: Action) -> None:
+            index = order[id(action.parent)]
+            self.progress.action(index, len(order), _line(action.parent), "run")
+            executor.run(action)
+            self.executed.add(id(action))
+            assert action.record is not None
+            self.lease.add([action.record.key])
+            self.progress.done(index, "run")
+            for parent in action.parents[1:]:
+                self.progress.action(order[id(parent)], len(order), _line(parent), "cached")
+                self.progress.done(order[id(parent)], "cached")
+
+        tasks = [
+            graphs.Task(
+                name=action.parent.target.id,
+                kind="encode",
+                run=lambda action=action: run(action),  # type: ignore[misc]
+                cost=max(action.source_bytes, 1),
+            )
+            for action in missing
+        ]
+        try:
+            graphs.run(graphs.graph_of(tasks), workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
+        except graphs.Failures as failed:
+            self.writer.flush()
+            self._raise(failed)
+
+    def _raise(self, failed: graphs.Failures) -> None:
+        errors = [error for _, error in failed.failures]
+        if len(errors) == 1 or not self.keep_going:
+            raise errors[0]
+        lines = "\n".join(f"  {error}" for error in errors)
+        raise NinferbuildError(f"{len(errors)} actions failed; finished ones are kept:\n{lines}") from errors[0]
+
+    def _new_executor(self) -> Executor:
+        from ninferbuild.execute import Executor
+
+        self.progress.note(f"encoding on {self.session.device()}")
+        return Executor(
+            cache=self.cache,
+            writer=self.writer,
+            resolver=self.session.resolver,
+            memo=self.session.memo,
+            device=self.session.device,
+            target=self.target.identity,
+            advance=self.progress.advance,
+            cancel=self.cancel,
+        )
+
+    def _workers(self) -> int:
+        if self.jobs is not None:
+            return self.jobs
+        return self.target.workers or min(os.cpu_count() or 1, 8)
+
+    def _require_space(self, missing: Sequence[Action]) -> None:
+        """Compare what has to be written with the free space before anything is encoded."""
+        from ninferbuild.cache.filesystem import existing_parent, free_bytes
+
+        fresh = sum(_payload_bytes(action.parent) for action in missing)
+        linked = sum(_payload_bytes(parent) for parent in self.session.planned.parents)
+        directory, out = self.cache.path, existing_parent(self.target.out.parent)
+        same = os.stat(directory).st_dev == os.stat(out).st_dev
+        free = free_bytes(directory)
+        needed = fresh + (linked if same else 0)
+        if free < needed:
+            what = "to cache and to link" if same else "to cache"
+            raise CacheError(
+                f"{directory}: {needed} bytes are needed {what} and {free} are free; make room, or set [cache] dir or "
+                "NINFERBUILD_CACHE to another disk"
+            )
+
+    def records(self) -> list[ActionRecord]:
+        """The record of each parent's action, in parent order."""
+        found = []
+        for action in self.session.action_of():
+            assert action.record is not None
+            found.append(action.record)
+        return found
+
+    def link(self, overwrite: bool) -> BuildResult:
+        """Link, unless the output is up to date."""
+        session, target = self.session, self.target
+        contents, records = session.contents(), self.records()
+        digests = linker.payload_digests(contents, records)
+        layout = linker.lay_out(
+            contents, target.out.name, payload_digests=digests, source_digests=session.source_digests()
+        )
+        last = next(iter(self.cache.builds(target.identity, limit=1)), None)
+        if linker.up_to_date(layout, target.out, last.files if last is not None else (), digests):
+            if not report_path(target.out).exists():
+                self._write_report(contents, records, layout)
+            self.record(layout, records)
+            return self.result(layout, True)
+        report = encode_report(self._report(contents, records, layout))
+        linker.write(layout, contents, records, self.cache, target.out, report, overwrite=overwrite)
+        self.record(layout, records)
+        return self.result(layout, False)
+
+    def _report(
+        self, contents: linker.Contents, records: Sequence[ActionRecord], layout: linker.Layout
+    ) -> dict[str, Any]:
+        first_seen: set[int] = set()
+        executed = []
+        for action in self.session.action_of():
+            executed.append(id(action) in self.executed and id(action) not in first_seen)
+            first_seen.add(id(action))
+        return make_report(
+            self.session.configured,
+            self.session.planned.parents,
+            records,
+            executed,
+            layout,
+            uses=len(contents.uses),
+            device=str(self.session.device()) if self._executor is not None else None,
+            preparation_seconds=self.prepared_at - self.began,
+            seconds=time.perf_counter() - self.began,
+        )
+
+    def _write_report(self, contents: linker.Contents, records: Sequence[ActionRecord], layout: linker.Layout) -> None:
+        from ninferbuild.publish import StagedFile
+
+        staged = StagedFile(report_path(self.target.out))
+        try:
+            staged.write(0, encode_report(self._report(contents, records, layout)))
+            staged.sync()
+            os.replace(staged.path, staged.target)
+        finally:
+            staged.discard()
+
+    def record(self, layout: linker.Layout | None, records: Sequence[ActionRecord]) -> None:
+        """Remember this build: what pruning must keep and what the next one is compared with."""
+        files = linker.stats_of(layout.paths(self.target.out)) if layout is not None else ()
+        self.cache.record_build(
+            BuildRecord(
+                target=self.target.identity,
+                keys=tuple(record.key for record in (records or self.records())),
+                artifact_id=layout.artifact_id.hex() if layout is not None else "",
+                time=time.time(),
+                out=os.path.realpath(self.target.out) if layout is not None else "",
+                files=files,
+                extra={"names": [parent.names[0] for parent in self.session.planned.parents]},
+            )
+        )
+
+    def result(self, layout: linker.Layout | None, up_to_date: bool) -> BuildResult:
+        total = len(self.session.planned.parents)
+        files: tuple[tuple[Path, int], ...] = ()
+        if layout is not None:
+            files = tuple(zip(layout.paths(self.target.out), layout.lengths(), strict=True))
+        return BuildResult(
+            target=self.target,
+            out=self.target.out if layout is not None else None,
+            artifact_id=layout.artifact_id.hex() if layout is not None else None,
+            files=files,
+            objects=len(layout.directory.objects) if layout is not None else 0,
+            total=total,
+            executed=len(self.executed),
+            cached=total - len(self.executed),
+            source_bytes_read=self.source_bytes + self.session.resolver.hashed_bytes,
+            seconds=time.perf_counter() - self.began,
+            up_to_date=up_to_date,
+        )
+
+
+def _payload_bytes(parent: Parent) -> int:
+    spec = parent.target
+    return encoded_size(spec.layout, spec.format, spec.shape, spec.divisors)
+
+
+def _line(parent: Parent) -> str:
+    return action_line(parent.names, parent.target.format, parent.target.shape)

@@ -1,0 +1,324 @@
+"""The linker: from a plan, auxiliaries and cached payloads to the files of an artifact.
+
+The result is a function of its inputs alone: no software versions, recipe text, paths, times or machine facts enter
+the files, and the artifact id is computed from the directory. Two builds of one target are the same bytes anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, MAGIC, PART_MAGIC, SegmentMap
+from ninferbuild.artifact.reader import Artifact
+from ninferbuild.artifact.schema import (
+    ArtifactError,
+    Directory,
+    FileRecord,
+    ResourceSpec,
+    TensorSpec,
+    encode_directory,
+    plan_objects,
+)
+from ninferbuild.artifact.sizing import layout_directory
+from ninferbuild.digest import combine, digest_of
+from ninferbuild.errors import NinferbuildError
+from ninferbuild.publish import StagedFile, publish
+
+if TYPE_CHECKING:
+    from ninferbuild.auxiliaries import AuxiliaryObject
+    from ninferbuild.cache import ActionRecord, Cache
+
+CONVERTER = "ninferbuild"
+"""``provenance.converter`` of artifacts made here."""
+
+FREE_SPACE_MARGIN = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything that decides an artifact's bytes, payloads aside.
+
+    Attributes:
+        components: component records of the directory.
+        resources: object id → bytes, in order.
+        weights: specs of the parents, in order.
+        auxiliaries: auxiliary objects, in order.
+        recipe: reference of the recipe: official name or ``file.py:function``.
+        overrides: references of the overrides.
+        name: ``metadata.name``.
+    """
+
+    components: Mapping[str, Any]
+    resources: Mapping[str, bytes]
+    weights: Sequence[TensorSpec]
+    auxiliaries: Sequence[AuxiliaryObject]
+    bindings: Mapping[str, Any]
+    uses: Sequence[Mapping[str, Any]]
+    recipe: str
+    overrides: Sequence[str]
+    name: str | None
+    max_file_bytes: int | None
+
+    def specs(self) -> list[ResourceSpec | TensorSpec]:
+        """Specs of all objects in file order."""
+        from ninferbuild.artifact.formats import default_layout
+
+        return [
+            *(ResourceSpec(name, len(data)) for name, data in self.resources.items()),
+            *self.weights,
+            *(TensorSpec(item.id, item.shape, item.format, default_layout(item.format)) for item in self.auxiliaries),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An artifact's files as they will be written, payload aside."""
+
+    directory: Directory
+    text: bytes
+    payload_offset: int
+    artifact_id: bytes
+
+    def lengths(self) -> list[int]:
+        """Bytes of each file, entry first."""
+        segments = SegmentMap(self.directory.files, self.payload_offset)
+        return [segments.file_length(index) for index in range(len(self.directory.files))]
+
+    def paths(self, entry: Path) -> list[Path]:
+        """The files of the set, entry first."""
+        return [entry, *(entry.with_name(str(record.path)) for record in self.directory.files[1:])]
+
+
+def lay_out(
+    contents: Contents,
+    entry_name: str,
+    *,
+    payload_digests: Sequence[bytes] | None,
+    source_digests: Mapping[str, bytes],
+) -> Layout:
+    """Plan objects, write the directory and compute the artifact id.
+
+    Args:
+        payload_digests: of every object in file order; None while they are not known, which gives the right sizes
+            and a provenance without meaning.
+        source_digests: source name → digest of what was consumed of it.
+
+    Raises:
+        ArtifactError: ``max_file_bytes`` is too small, or the directory cannot be written as JSON.
+    """
+    objects = plan_objects(contents.specs())
+    payload_bytes = objects[-1].offset + objects[-1].bytes
+    root = combine(payload_digests) if payload_digests is not None else bytes(16)
+    provenance: dict[str, Any] = {"converter": CONVERTER, "recipe": contents.recipe}
+    if contents.overrides:
+        provenance["overrides"] = list(contents.overrides)
+    provenance["sources"] = {name: {"digest": digest.hex()} for name, digest in source_digests.items()}
+    provenance["payload"] = root.hex()
+    description = {
+        "components": contents.components,
+        "objects": [item.to_json() for item in objects],
+        "bindings": contents.bindings,
+        "uses": list(contents.uses),
+        "metadata": {} if contents.name is None else {"name": contents.name},
+        "provenance": provenance,
+    }
+    directory, text, offset = layout_directory(
+        entry_name, description, payload_bytes, max_file_bytes=contents.max_file_bytes
+    )
+    return Layout(directory, text, offset, artifact_id_of(directory))
+
+
+def artifact_id_of(directory: Directory) -> bytes:
+    """The id that an artifact with this directory has: SHA-256 of the directory without part names, 16 bytes."""
+    files = tuple(FileRecord(None, record.payload_bytes) for record in directory.files)
+    text = encode_directory(replace(directory, files=files).to_json())
+    return hashlib.sha256(text).digest()[:ARTIFACT_ID_BYTES]
+
+
+def made_here(path: Path) -> Artifact | None:
+    """The artifact at ``path`` if ninferbuild made it: it parses, names ninferbuild, and its id recomputes."""
+    try:
+        artifact = Artifact(path)
+    except (ArtifactError, OSError):
+        return None
+    provenance = artifact.directory.provenance
+    if provenance.get("converter") == CONVERTER and artifact_id_of(artifact.directory) == artifact.artifact_id:
+        return artifact
+    artifact.close()
+    return None
+
+
+def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Path]:
+    """Check that only files made here would be replaced.
+
+    Args:
+        layout_paths: files of the new set, entry first.
+        overwrite: replace foreign files too.
+
+    Returns:
+        parts of the set that is replaced.
+
+    Raises:
+        FileExistsError: a file in the way was not made by ninferbuild.
+    """
+    entry = layout_paths[0]
+    old_parts: list[Path] = []
+    if entry.is_dir():
+        raise FileExistsError(f"{entry} is a directory; choose another output")
+    if os.path.lexists(entry):
+        old = made_here(entry)
+        if old is not None:
+            old_parts = [entry.with_name(str(record.path)) for record in old.directory.files[1:]]
+            old.close()
+        elif not overwrite:
+            raise FileExistsError(
+                f"{entry} exists and was not made by ninferbuild; choose another output or give --overwrite"
+            )
+    for path in layout_paths[1:]:
+        if os.path.lexists(path) and path not in old_parts and not overwrite:
+            raise FileExistsError(f"{path} exists and belongs to no artifact made here; give --overwrite to replace it")
+    return [path for path in old_parts if os.path.lexists(path)]
+
+
+FileStat = tuple[str, int, int]
+"""(path, bytes, mtime in nanoseconds) of a published file."""
+
+
+def stats_of(paths: Iterable[Path]) -> tuple[FileStat, ...]:
+    """What the cache remembers of published files."""
+    return tuple((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths)
+
+
+def up_to_date(layout: Layout, entry: Path, published: Sequence[FileStat], payload_digests: Sequence[bytes]) -> bool:
+    """Whether the files at ``entry`` are already what linking would write.
+
+    Unchanged file times since publication settle it; otherwise the payload is read and its digests are compared.
+    """
+    artifact = made_here(entry)
+    if artifact is None:
+        return False
+    with artifact:
+        if artifact.artifact_id != layout.artifact_id or artifact.payload_offset != layout.payload_offset:
+            return False
+        paths = layout.paths(entry)
+        try:
+            if [path.stat().st_size for path in paths] != layout.lengths():
+                return False
+            if artifact.directory.to_json() != layout.directory.to_json():
+                return False
+            return stats_of(paths) == tuple(map(tuple, published)) or _same_payload(artifact, payload_digests)
+        except OSError:
+            return False
+
+
+def _same_payload(artifact: Artifact, payload_digests: Sequence[bytes]) -> bool:
+    from ninferbuild.verify import object_digest
+
+    try:
+        return all(
+            object_digest(artifact, item.id) == digest
+            for item, digest in zip(artifact.objects, payload_digests, strict=True)
+        )
+    except (ArtifactError, OSError):
+        return False
+
+
+def payload_digests(contents: Contents, records: Sequence[ActionRecord]) -> list[bytes]:
+    """Digests of every object in file order."""
+    return [
+        *(digest_of(data) for data in contents.resources.values()),
+        *(record.digest for record in records),
+        *(digest_of(item.data) for item in contents.auxiliaries),
+    ]
+
+
+def write(
+    layout: Layout,
+    contents: Contents,
+    records: Sequence[ActionRecord],
+    cache: Cache,
+    entry: Path,
+    report: bytes | None,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write and publish the file set.
+
+    Args:
+        records: of the weights, in order.
+        report: the conversion report, published beside the entry.
+
+    Raises:
+        FileExistsError: a foreign file is in the way.
+        PayloadLostError: a cached payload is damaged; nothing was published.
+        NinferbuildError: the disk is too small.
+        OSError: a file cannot be written; nothing was published.
+    """
+    paths, lengths = layout.paths(entry), layout.lengths()
+    old_parts = refuse_foreign(paths, overwrite=overwrite)
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    require_space(entry.parent, sum(lengths) + len(report or b""))
+    staged: list[StagedFile] = []
+    staged_report: StagedFile | None = None
+    try:
+        if report is not None:
+            staged_report = StagedFile(entry.with_name(entry.name + ".conversion.json"))
+            staged_report.write(0, report)
+        for path, length in zip(paths, lengths, strict=True):
+            staged.append(StagedFile(path, length))
+        _write_framing(layout, staged)
+        _write_payload(layout, contents, records, cache, staged)
+        publish(staged, staged_report, [path for path in old_parts if path not in paths])
+    finally:
+        for file in (*staged, *([staged_report] if staged_report is not None else [])):
+            file.discard()
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raises ``NinferbuildError`` when the file system of ``directory`` has not ``needed`` bytes free."""
+    from ninferbuild.cache.filesystem import free_bytes
+
+    free = free_bytes(directory)
+    if free < needed + FREE_SPACE_MARGIN:
+        raise NinferbuildError(
+            f"{directory}: {needed} bytes have to be written and {free} are free; make room or choose another place"
+        )
+
+
+def _write_framing(layout: Layout, staged: Sequence[StagedFile]) -> None:
+    staged[0].write(0, HEADER.pack(MAGIC, len(layout.text), layout.artifact_id) + layout.text)
+    for index, file in enumerate(staged[1:], 1):
+        file.write(0, HEADER.pack(PART_MAGIC, index, layout.artifact_id))
+
+
+def _write_payload(
+    layout: Layout,
+    contents: Contents,
+    records: Sequence[ActionRecord],
+    cache: Cache,
+    staged: Sequence[StagedFile],
+) -> None:
+    segments = SegmentMap(layout.directory.files, layout.payload_offset)
+
+    def put(offset: int, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        for span in segments.spans(offset, offset + len(view)):
+            staged[span.file].write(span.position, view[: span.length])
+            view = view[span.length :]
+
+    objects = iter(layout.directory.objects)
+    for data in contents.resources.values():
+        put(next(objects).offset, data)
+    with cache.reading() as view:
+        for record in records:
+            offset = next(objects).offset
+            for block in view.blocks(record):
+                put(offset, block)
+                offset += len(block)
+    for item in contents.auxiliaries:
+        put(next(objects).offset, item.data)

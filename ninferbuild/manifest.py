@@ -1,0 +1,138 @@
+"""The manifest of an action: the canonical text of everything its bytes depend on.
+
+One function writes it, its hash is the key, and the text is kept beside the result: the difference between two
+manifests is the exact answer to "why did this run again?". Lines are ``name: value``, sorted, one fact a line.
+
+A *template* is a manifest in which the digests of the inputs are still open. Filled with digests it is the manifest;
+filled with byte counts it is the stem of the probe, by which a build recognises without reading much that a cached
+result cannot exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from ninferbuild.artifact.layouts import CODEC_VERSIONS
+from ninferbuild.canonical import canonical
+from ninferbuild.sources.description import DECODER_VERSIONS, Description
+
+if TYPE_CHECKING:
+    from ninferbuild.plan import Parent
+
+MANIFEST_VERSION = 1
+"""Part of every manifest; changes when the text changes for unchanged inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An open digest of a template: the line's name and how much will be digested (``16384 bytes``)."""
+
+    line: str
+    amount: str
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A manifest whose digests are open.
+
+    Attributes:
+        lines: the settled lines, ``name: value``.
+        slots: one for each region, in the order in which regions are consumed.
+    """
+
+    lines: tuple[str, ...]
+    slots: tuple[Slot, ...]
+
+    def fill(self, digests: Sequence[bytes]) -> str:
+        """The manifest text."""
+        if len(digests) != len(self.slots):
+            raise ValueError(f"{len(self.slots)} digests expected, {len(digests)} given")
+        filled = (f"{slot.line}: {slot.amount} {d.hex()}" for slot, d in zip(self.slots, digests, strict=True))
+        return _text((*self.lines, *filled))
+
+    def stem(self) -> str:
+        """The text with byte counts in place of digests."""
+        return _text((*self.lines, *(f"{slot.line}: {slot.amount}" for slot in self.slots)))
+
+
+def _text(lines: Iterable[str]) -> str:
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def key_of(manifest: str) -> bytes:
+    """The key of an action: ``xxh3_128`` of its manifest, 16 bytes."""
+    return xxhash.xxh3_128_digest(manifest.encode())
+
+
+def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
+    """The template of one parent.
+
+    ``extra`` are the lines of a user's function (see :mod:`ninferbuild.user_actions`); a built-in method has none, and
+    nothing in its lines depends on names, paths, policies, devices or versions of other software.
+    """
+    request = parent.request
+    target = request.target
+    lines = [
+        f"manifest: v{MANIFEST_VERSION}",
+        f"codec: {target.layout} v{CODEC_VERSIONS[target.layout]}",
+        f"format: {target.format}",
+        f"layout: {target.layout}",
+        f"shape: {_shape(target.shape)}",
+        f"divisors: {target.divisors}",
+    ]
+    if parent.rule is not None:
+        lines.append(f"method: {parent.rule.name} v{parent.rule.version}")
+        if parent.checked is not None:
+            lines += [f"fact.{index:03}: {fact}" for index, fact in enumerate(parent.checked.facts)]
+    if request.parameters:
+        # What a rule looks up by name enters through its facts; its parameters may hold paths.
+        shown = parent.rule.keyed_parameters(request.parameters) if parent.rule is not None else request.parameters
+        lines += [f"parameter.{name}: {canonical(shown[name])}" for name in sorted(shown)]
+    slots: list[Slot] = []
+    for index, item in enumerate(request.inputs):
+        name = f"input.{index:05}"
+        described = item.source.description
+        if described is None:
+            lines.append(f"{name}: {_shape(item.source.shape)} read by a function")
+            if item.source.fingerprint is None and item.source.files is None:
+                slots.append(Slot(f"{name}.values", f"{prod(item.source.shape)} values"))
+        else:
+            _described(name, described, lines, slots)
+            if parent.rule is None and (divisor := described.word("input_divisor")) is not None:
+                # A rule turns it into an auxiliary, which is never cached; a user's function may do anything with it.
+                lines.append(f"{name}.input_divisor: {divisor.hex()}")
+    lines += extra
+    return Template(tuple(lines), tuple(slots))
+
+
+def _described(name: str, described: Description, lines: list[str], slots: list[Slot]) -> None:
+    version = DECODER_VERSIONS[described.decoder]
+    lines.append(f"{name}: {described.dtype} {_shape(described.shape)} {described.decoder} v{version}")
+    for number, step in enumerate(described.steps):
+        lines.append(f"{name}.step.{number}: {canonical(step)}")
+    if described.steps:
+        lines.append(f"{name}.stored: {_shape(described.stored_shape)}")
+    lines += [f"{name}.{word}: {data.hex()}" for word, data in described.words if word != "input_divisor"]
+    slots += [Slot(f"{name}.{part.role}", f"{part.region.length} bytes") for part in described.parts]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def parse(manifest: str) -> dict[str, str]:
+    """A manifest's facts by name."""
+    return dict(line.split(": ", 1) for line in manifest.splitlines())
+
+
+def difference(old: str, new: str) -> list[tuple[str, str | None, str | None]]:
+    """The facts in which two manifests differ, as (name, old value, new value); None where one lacks the fact."""
+    before: Mapping[str, str] = parse(old)
+    after: Mapping[str, str] = parse(new)
+    names = sorted(before.keys() | after.keys())
+    return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]

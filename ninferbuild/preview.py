@@ -1,0 +1,201 @@
+"""What a build would do, told from headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+import os
+from pathlib import Path
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ninferbuild import link as linker
+from ninferbuild.artifact.layouts import encoded_size
+from ninferbuild.cache import Cache, Writer
+from ninferbuild.configure import configured
+from ninferbuild.plan import plan_parents, prepare_user_method
+from ninferbuild.resolve import State
+from ninferbuild.session import Session, cache_directory, open_cache, open_session
+
+if TYPE_CHECKING:
+    from ninferbuild.artifact.schema import Directory
+    from ninferbuild.plan import Parent
+    from ninferbuild.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAction:
+    """One parent and the state of the action that makes it."""
+
+    name: str
+    parameters: tuple[str, ...]
+    state: State
+    format: str
+    layout: str
+    shape: tuple[int, ...]
+    method: str
+    bytes: int
+    source_bytes: int
+    key: str | None
+    objects: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """What a build would do.
+
+    Attributes:
+        directory: the artifact's directory as it would be written; ``provenance`` is final only once payloads exist.
+        formats: format → (objects, payload bytes), weights and auxiliaries.
+        file_sizes: (path, bytes) of each file, entry first.
+    """
+
+    target: Target
+    actions: tuple[PlannedAction, ...]
+    directory: Directory
+    payload_bytes: int
+    file_sizes: tuple[tuple[Path, int], ...]
+    formats: Mapping[str, tuple[int, int]]
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(size for _, size in self.file_sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
+            "target": self.target.name,
+            "out": str(self.target.out),
+            "actions": [action.to_json() for action in self.actions],
+            "formats": {name: {"objects": count, "bytes": size} for name, (count, size) in self.formats.items()},
+            "payload_bytes": self.payload_bytes,
+            "file_bytes": self.file_bytes,
+            "files": [{"path": str(path), "bytes": size} for path, size in self.file_sizes],
+        }
+
+
+def plan(
+    target: Target,
+    *,
+    hash_sources: bool = False,
+    device: str | None = None,
+    rehash: bool = False,
+) -> BuildPlan:
+    """What :func:`build` would do, from headers alone.
+
+    Args:
+        hash_sources: read sources where that is needed to tell whether an action is cached.
+
+    Raises:
+        as :func:`build`, as far as nothing has to be encoded to find out.
+    """
+    cancel = threading.Event()
+    with ExitStack() as stack:
+        cache, writer = _cache_for_planning(target, stack, hash_sources)
+        session = stack.enter_context(open_session(target, cache, writer, device, rerun=False, rehash=rehash))
+        session.resolver.look_up(session.actions, hash_sources=hash_sources, cancel=cancel)
+        _prepare_for_planning(session)
+        contents = session.contents()
+        layout = linker.lay_out(
+            contents, target.out.name, payload_digests=None, source_digests=session.source_digests()
+        )
+        shared: set[int] = set()
+        actions = []
+        for parent, action in zip(session.planned.parents, session.action_of(), strict=True):
+            spec = parent.target
+            more = f" (+{len(parent.names) - 1})" if len(parent.names) > 1 else ""
+            actions.append(
+                PlannedAction(
+                    name=parent.names[0] + more,
+                    parameters=parent.names,
+                    state="cached" if id(action) in shared else action.state,
+                    format=spec.format,
+                    layout=spec.layout,
+                    shape=spec.shape,
+                    method=parent.method_name,
+                    bytes=encoded_size(spec.layout, spec.format, spec.shape, spec.divisors),
+                    source_bytes=action.source_bytes,
+                    key=action.key.hex() if action.key is not None else None,
+                    objects=(spec.id,),
+                )
+            )
+            shared.add(id(action))
+        formats: dict[str, tuple[int, int]] = {}
+        for item in layout.directory.objects:
+            if item.kind == "tensor":
+                count, size = formats.get(item.format, (0, 0))
+                formats[item.format] = (count + 1, size + item.bytes)
+        return BuildPlan(
+            target,
+            tuple(actions),
+            layout.directory,
+            layout.directory.payload_bytes,
+            tuple(zip(layout.paths(target.out), layout.lengths(), strict=True)),
+            formats,
+        )
+
+
+def _cache_for_planning(target: Target, stack: ExitStack, hash_sources: bool) -> tuple[Cache | None, Writer | None]:
+    """The cache if there is one. Planning makes none, and writes to it only what hashing found."""
+    directory = cache_directory(target)
+    if not (directory / "index").is_dir():
+        return None, None
+    if not hash_sources or not os.access(directory, os.W_OK):
+        return stack.enter_context(open_cache(target, read_only=True)), None
+    cache = stack.enter_context(open_cache(target))
+    return cache, stack.enter_context(cache.writer())
+
+
+def _prepare_for_planning(session: Session) -> None:
+    """Call users' methods whose auxiliaries no record holds: sizes depend on them."""
+    from ninferbuild.user_actions import Lookups  # imported here: only recipes with own methods need it
+
+    for action in session.actions:
+        if action.parent.rule is None and action.record is None:
+            device = str(session.device())
+            request = Lookups(action.parent).watch(action.parent.request, device)
+            prepared = prepare_user_method(replace(action.parent, request=request), device)
+            session.auxiliaries[id(action)] = prepared.auxiliaries
+
+
+def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any]]:
+    """Every logical parameter with what the recipe chose for it.
+
+    Args:
+        pattern: shell-style pattern of names; ``*`` crosses ``/``. None: all.
+
+    Raises:
+        ValueError: the pattern matches nothing, or the target cannot be planned.
+    """
+    with configured(target) as ready:
+        planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
+        stored: dict[str, list[Parent]] = {}
+        for parent in planned.parents:
+            for name in parent.names:
+                stored.setdefault(name, []).append(parent)
+        found = []
+        for name, parameter in ready.model.parameters.items():
+            if pattern is not None and name != pattern and not fnmatchcase(name, pattern):
+                continue
+            owner = name
+            while owner in ready.recipe.aliases:
+                owner = ready.recipe.aliases[owner]
+            parents = list({id(parent): parent for parent in stored[owner]}.values())
+            found.append(
+                {
+                    "name": name,
+                    "shape": list(parameter.shape),
+                    "inputs": list(parameter.inputs),
+                    "format": ", ".join(dict.fromkeys(parent.target.format for parent in parents)),
+                    "method": ", ".join(dict.fromkeys(parent.method_name for parent in parents)),
+                    "parent": ", ".join(parent.target.id for parent in parents),
+                }
+            )
+    if not found:
+        raise ValueError(f"{pattern!r} matched no logical parameter of {target.name}")
+    return found

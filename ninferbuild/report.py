@@ -1,0 +1,133 @@
+"""``<out>.conversion.json``: how an artifact was made.
+
+The members of the reference converter's report in its order, then what only a build system knows. Paths, times and
+versions stand here and not in the artifact, which would otherwise differ from machine to machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+import json
+from pathlib import Path
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ninferbuild.cache import ActionRecord
+    from ninferbuild.configure import Configured
+    from ninferbuild.link import Layout
+    from ninferbuild.plan import Parent
+
+
+def report_path(entry: Path) -> Path:
+    """Where the report of the artifact ``entry`` lies."""
+    return entry.with_name(entry.name + ".conversion.json")
+
+
+def make_report(
+    configured: Configured,
+    parents: Sequence[Parent],
+    records: Sequence[ActionRecord],
+    executed: Sequence[bool],
+    layout: Layout,
+    *,
+    uses: int,
+    device: str | None,
+    preparation_seconds: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """The report as JSON values.
+
+    Args:
+        records: of the parents, in order.
+        executed: for each parent, whether its action ran in this build.
+        device: what encoded; None when nothing had to be encoded.
+        preparation_seconds: from the start to the first action.
+    """
+    target = configured.target
+    directory = layout.directory
+    return {
+        "components": directory.components,
+        "name": target.artifact_name,
+        "output": str(target.out),
+        "device": device,
+        "torch_version": version("torch"),
+        "cuda_version": _cuda_version(),
+        "rows_per_chunk": target.rows_per_chunk,
+        "provenance": invocation(configured),
+        "preparation_seconds": preparation_seconds,
+        "parameters": len(configured.recipe.selections),
+        "uses": uses,
+        "objects": len(directory.objects),
+        "formats": dict(Counter(parent.target.format for parent in parents)),
+        "methods": [
+            {
+                "object": parent.target.id,
+                "parameters": list(parent.names),
+                "sources": list(parent.labels),
+                "method": parent.method_name,
+                "method_parameters": dict(parent.request.parameters),
+                "format": parent.target.format,
+                "layout": parent.target.layout,
+                "shape": list(parent.target.shape),
+                "key": record.key.hex(),
+                "payload_bytes": record.length,
+                "digest": record.digest.hex(),
+                "state": "executed" if ran else "cached",
+                "seconds": record.seconds,
+            }
+            for parent, record, ran in zip(parents, records, executed, strict=True)
+        ],
+        "artifact_id": layout.artifact_id.hex(),
+        "files": [
+            {"path": str(path), "payload_bytes": item.payload_bytes}
+            for path, item in zip(layout.paths(target.out), directory.files, strict=True)
+        ],
+        "payload_bytes": directory.payload_bytes,
+        "seconds": seconds,
+        "ninferbuild": version("ninferbuild"),
+        "target": target.settings(),
+    }
+
+
+def invocation(configured: Configured) -> dict[str, Any]:
+    """What was converted, with the paths as they were given."""
+    target, sources = configured.target, configured.sources
+    paths = {"base": target.model, **target.sources}
+    made: dict[str, Any] = {
+        "converter": "ninferbuild",
+        "recipe": target.recipe,
+        "sources": {name: {"path": str(paths[name])} for name in sources.opened},
+    }
+    if len(target.overrides) == 1:
+        made["override"] = target.overrides[0]
+    elif target.overrides:
+        made["override"] = list(target.overrides)
+    if configured.ranking is not None:
+        made["ranking"] = str(configured.ranking)
+    return made
+
+
+def _cuda_version() -> str | None:
+    # Only a build that encoded has torch; a build from the cache alone does not import it to say this.
+    torch = sys.modules.get("torch")
+    return getattr(getattr(torch, "version", None), "cuda", None) if torch is not None else None
+
+
+def encode_report(report: dict[str, Any]) -> bytes:
+    """The report's text: UTF-8, two-space indent, final newline.
+
+    Raises:
+        ValueError: a value is NaN or infinite.
+        TypeError: a value is none that JSON has.
+    """
+
+    def plain(value: object) -> str:
+        if isinstance(value, Path):
+            return str(value)
+        raise TypeError(f"the conversion report cannot serialize {value!r} ({type(value).__name__})")
+
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False, default=plain)
+    return (text + "\n").encode("utf-8", "surrogatepass")

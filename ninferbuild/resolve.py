@@ -1,0 +1,241 @@
+"""From parents to actions with keys: which are cached, which must run, and which cannot be told without reading.
+
+The steps are the first four of the one-read algorithm (``docs/caching.md``): actions that would do the same to the same
+bytes are one; digests from the memo give a key and a lookup; where digests are missing, a *probe* made of lengths and
+three samples of each region tells whether the cache can hold a result at all; only then is a region hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+import os
+import threading
+from typing import TYPE_CHECKING, Literal
+
+import xxhash
+
+from ninferbuild import manifest
+from ninferbuild.cache import ActionRecord, Cache, Writer
+from ninferbuild.device import Device
+from ninferbuild.digest import BlockHasher
+from ninferbuild.memo import Memo
+from ninferbuild.sources.regions import Region, RegionReader
+
+if TYPE_CHECKING:
+    from ninferbuild.fingerprint import Reason
+    from ninferbuild.plan import Parent
+
+SAMPLE_BYTES = 4096
+SAMPLES = 3
+
+State = Literal["cached", "run", "unknown"]
+
+
+@dataclass(eq=False, slots=True)
+class Action:
+    """One encode action: what is made once for every parent in ``parents``.
+
+    Attributes:
+        parents: parents with this payload; the first stands for all.
+        template: the manifest with open digests.
+        regions: one for each slot of the template; None where a function's values are hashed instead.
+        digests: what is known of the slots.
+        state: ``cached``: ``record`` holds the result; ``run``: it has to be made; ``unknown``: its
+            source must be hashed.
+        user: a user's function takes part.
+        uncacheable: why the result cannot be trusted a second time; empty for all others.
+    """
+
+    parents: list[Parent]
+    template: manifest.Template
+    regions: tuple[Region | None, ...]
+    memo_keys: tuple[bytes | None, ...]
+    digests: list[bytes | None]
+    user: bool = False
+    uncacheable: list[Reason] = field(default_factory=list)
+    state: State = "unknown"
+    key: bytes | None = None
+    record: ActionRecord | None = None
+    probe: bytes | None = None
+
+    @property
+    def parent(self) -> Parent:
+        return self.parents[0]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the stored regions that the action consumes."""
+        return sum(region.length for region in self.regions if region is not None)
+
+    def stored_regions(self) -> list[Region]:
+        return [region for region in self.regions if region is not None]
+
+    def settle(self, digests: Sequence[bytes]) -> str:
+        """Set the key from the digests of all slots; the manifest text."""
+        self.digests = list(digests)
+        text = self.template.fill(digests)
+        self.key = manifest.key_of(text)
+        return text
+
+    def manifest(self) -> str:
+        """The manifest text of a settled action."""
+        assert all(digest is not None for digest in self.digests)
+        return self.template.fill([digest for digest in self.digests if digest is not None])
+
+
+class Resolver:
+    """Finds keys and cached results of the actions of one build."""
+
+    def __init__(
+        self, cache: Cache | None, memo: Memo, *, device: Device, writer: Writer | None = None, rerun: bool = False
+    ):
+        self._cache = cache
+        self._writer = writer
+        self._memo = memo
+        self._device = device
+        self._rerun = rerun
+        self.hashed_bytes = 0
+
+    def actions(self, parents: Iterable[Parent]) -> list[Action]:
+        """Parents as actions: those that would do the same to the same bytes become one."""
+        from ninferbuild.user_actions import is_user_action, user_lines
+
+        found: dict[bytes, Action] = {}
+        for parent in parents:
+            user = is_user_action(parent)
+            lines, reasons = user_lines(parent, self._device) if user else ((), [])
+            if reasons:
+                # No later build may take this for the same action.
+                lines = [*lines, f"uncacheable: {os.urandom(16).hex()}"]
+            filled = manifest.template(parent, lines)
+            regions = _slot_regions(parent)
+            keys = tuple(self._memo.key(region) if region is not None else None for region in regions)
+            identity = xxhash.xxh3_128(filled.stem().encode())
+            for index, (key, item) in enumerate(zip(keys, regions, strict=True)):
+                identity.update(key if item is not None and key is not None else _opaque_identity(parent, index))
+            if parent.rule is None:
+                identity.update(_opaque_identity(parent, -1))
+            action = found.get(identity.digest())
+            if action is None:
+                found[identity.digest()] = Action([parent], filled, regions, keys, [None] * len(regions), user, reasons)
+            else:
+                action.parents.append(parent)
+        return list(found.values())
+
+    def look_up(self, actions: Sequence[Action], *, hash_sources: bool, cancel: threading.Event) -> None:
+        """Give every action its state.
+
+        Args:
+            hash_sources: read sources where a cached result is possible but its key is not known; otherwise such an
+                action stays ``unknown``.
+        """
+        self._recall(actions)
+        for action in actions:
+            if all(digest is not None for digest in action.digests):
+                self._find(action)
+            elif action.uncacheable or self._rerun or self._cache is None or not self._possible(action):
+                action.state = "run"
+            elif hash_sources:
+                self.hash(action, cancel)
+                self._find(action)
+
+    def _recall(self, actions: Sequence[Action]) -> None:
+        wanted = [
+            (action, slot, region, key)
+            for action in actions
+            for slot, (region, key) in enumerate(zip(action.regions, action.memo_keys, strict=True))
+            if region is not None and key is not None
+        ]
+        known = self._memo.known([entry[2] for entry in wanted], [entry[3] for entry in wanted])
+        for (action, slot, region, _), digest in zip(wanted, known, strict=True):
+            action.digests[slot] = digest if digest is not None else _in_memory(region)
+
+    def _find(self, action: Action) -> None:
+        text = action.settle([digest for digest in action.digests if digest is not None])
+        action.state = "run"
+        if self._cache is None or self._rerun or action.uncacheable:
+            return
+        assert action.key is not None
+        record = self._cache.find(action.key, text)
+        if record is not None and record.deps:
+            from ninferbuild.user_actions import still_holds
+
+            if not still_holds(record.deps, action.parent):
+                return
+        if record is not None:
+            action.record, action.state = record, "cached"
+
+    def _possible(self, action: Action) -> bool:
+        assert self._cache is not None
+        return self._cache.known_probe(self.probe(action))
+
+    def probe(self, action: Action) -> bytes:
+        """The probe of an action: equal for equal manifests over equal bytes, cheap, and proof of nothing."""
+        if action.probe is None:
+            hasher = xxhash.xxh3_128(action.template.stem().encode())
+            for region in action.stored_regions():
+                for sample in _samples(region):
+                    hasher.update(sample)
+            action.probe = hasher.digest()
+        return action.probe
+
+    def hash(self, action: Action, cancel: threading.Event) -> None:
+        """Read what is not known of an action's inputs and remember it."""
+        from ninferbuild.encode import hash_inputs
+
+        started = self._memo.now_ns()
+        digests, count = hash_inputs(action.parent, cancel)
+        self._memo.check_unchanged(action.stored_regions())
+        self.hashed_bytes += count
+        for slot, digest in enumerate(digests):
+            action.digests[slot] = digest
+        rows = self.keepable(action, digests, started)
+        if rows and self._writer is not None:
+            self._writer.remember(rows)
+
+    def keepable(self, action: Action, digests: Sequence[bytes], started_ns: int) -> list[tuple[bytes, bytes]]:
+        """Memo rows of digests taken since ``started_ns``, as far as the files behind them may be trusted."""
+        return [
+            (key, digest)
+            for region, key, digest in zip(action.regions, action.memo_keys, digests, strict=True)
+            if region is not None and key is not None and self._memo.keepable(region, started_ns)
+        ]
+
+
+def _slot_regions(parent: Parent) -> tuple[Region | None, ...]:
+    regions: list[Region | None] = []
+    for item in parent.request.inputs:
+        described = item.source.description
+        if described is not None:
+            regions += [part.region for part in described.parts]
+        elif item.source.fingerprint is None and item.source.files is None:
+            regions.append(None)
+    return tuple(regions)
+
+
+def _in_memory(region: Region) -> bytes | None:
+    """The digest of a region that lies in memory; None for one that has to be read from a file."""
+    if any(span.file.identity() is not None for span in region.spans):
+        return None
+    hasher = BlockHasher()
+    RegionReader(region, hasher.update).read_into(memoryview(bytearray(region.length)))
+    return hasher.digest()
+
+
+def _opaque_identity(parent: Parent, slot: int) -> bytes:
+    # Two functions of a user are never known to do the same; the parent's own object tells them apart.
+    return b"opaque" + id(parent).to_bytes(8, "little") + slot.to_bytes(4, "little", signed=True)
+
+
+def _samples(region: Region) -> Iterable[bytes]:
+    """Three samples: begin, middle, end."""
+    length = region.length
+    size = min(SAMPLE_BYTES, length)
+    for begin in sorted({0, (length - size) // 2, length - size}):
+        buffer = bytearray()
+        for span in region.select([(begin, begin + size)]).spans:
+            piece = bytearray(span.end - span.begin)
+            span.file.read_into(span.begin, memoryview(piece))
+            buffer += piece
+        yield bytes(buffer)

@@ -1,0 +1,124 @@
+"""One target, configured and planned, with its actions and their keys: what planning and building share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ninferbuild import link as linker
+from ninferbuild.cache import ActionRecord, Cache, Writer, default_directory
+from ninferbuild.configure import Configured, configured
+from ninferbuild.device import Device
+from ninferbuild.digest import combine
+from ninferbuild.memo import Memo
+from ninferbuild.method import AuxiliaryValue
+from ninferbuild.plan import PlannedRecipe, plan_parents
+from ninferbuild.resolve import Action, Resolver
+
+if TYPE_CHECKING:
+    from ninferbuild.method import AuxiliaryKey
+    from ninferbuild.plan import Parent
+    from ninferbuild.target import Target
+
+
+def cache_directory(target: Target) -> Path:
+    """Where a target's cache is."""
+    return target.cache.dir if target.cache.dir is not None else default_directory()
+
+
+def open_cache(target: Target, *, read_only: bool = False) -> Cache:
+    """The cache of a target.
+
+    Raises:
+        CacheError: it cannot be used.
+    """
+    return Cache.open(cache_directory(target), read_only=read_only, max_size=target.cache.max_size)
+
+
+@dataclass
+class Session:
+    """One configured and planned target with its actions."""
+
+    configured: Configured
+    planned: PlannedRecipe
+    actions: list[Action]
+    resolver: Resolver
+    memo: Memo
+    device: Device
+    auxiliaries: dict[int, Mapping[AuxiliaryKey, AuxiliaryValue]] = field(default_factory=dict)
+
+    def action_of(self) -> list[Action]:
+        """The action of each parent, in parent order."""
+        by_parent = {id(parent): action for action in self.actions for parent in action.parents}
+        return [by_parent[id(parent)] for parent in self.planned.parents]
+
+    def parent_auxiliaries(self) -> list[Mapping[AuxiliaryKey, AuxiliaryValue]]:
+        """Each parent's auxiliaries: from its rule's check, from the cached record, or from its prepared method."""
+        found: list[Mapping[AuxiliaryKey, AuxiliaryValue]] = []
+        for parent, action in zip(self.planned.parents, self.action_of(), strict=True):
+            if parent.checked is not None:
+                found.append(parent.checked.auxiliaries)
+            elif id(action) in self.auxiliaries:
+                found.append(self.auxiliaries[id(action)])
+            elif action.record is not None:
+                found.append(_recorded_auxiliaries(action.record, parent))
+            else:
+                found.append({})
+        return found
+
+    def contents(self) -> linker.Contents:
+        """What the linker needs besides payloads."""
+        uses, auxiliaries = self.planned.uses(self.parent_auxiliaries())
+        target, model = self.configured.target, self.configured.model
+        return linker.Contents(
+            components=model.components,
+            resources=model.resources,
+            weights=[parent.target for parent in self.planned.parents],
+            auxiliaries=auxiliaries,
+            bindings=self.planned.bindings,
+            uses=uses,
+            recipe=self.configured.recipe_reference,
+            overrides=self.configured.override_references,
+            name=target.artifact_name,
+            max_file_bytes=target.max_file_bytes,
+        )
+
+    def source_digests(self) -> dict[str, bytes]:
+        """Source name → digest over what the parents consumed of it, in parent order."""
+        consumed: dict[str, list[bytes]] = {name: [] for name in self.configured.sources.opened}
+        names: dict[int, str | None] = {}
+        for action in self.action_of():
+            for region, digest in zip(action.regions, action.digests, strict=True):
+                if region is None or digest is None:
+                    continue
+                for file in {id(span.file): span.file for span in region.spans}.values():
+                    if id(file) not in names:
+                        names[id(file)] = self.configured.sources.name_of(file)
+                    name = names[id(file)]
+                    if name is not None:
+                        consumed[name].append(digest)
+        return {name: combine(digests) for name, digests in consumed.items()}
+
+
+def _recorded_auxiliaries(record: ActionRecord, parent: Parent) -> dict[AuxiliaryKey, AuxiliaryValue]:
+    from ninferbuild.user_actions import by_name
+
+    return {
+        by_name((row.input, row.use, row.role), parent.request): AuxiliaryValue(row.format, tuple(row.shape), row.data)
+        for row in record.auxiliaries
+    }
+
+
+@contextmanager
+def open_session(
+    target: Target, cache: Cache | None, writer: Writer | None, device: str | None, *, rerun: bool, rehash: bool
+) -> Iterator[Session]:
+    chosen = Device(device if device is not None else target.device)
+    with configured(target) as ready:
+        planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
+        memo = Memo(cache, trust_stat=target.cache.trust_stat, rehash=rehash)
+        resolver = Resolver(cache, memo, device=chosen, writer=writer, rerun=rerun)
+        yield Session(ready, planned, resolver.actions(planned.parents), resolver, memo, chosen)
