@@ -61,11 +61,27 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """``[cache]``: where it is, the bound on its live bytes, and whether any file system's ``stat`` is believed."""
+    """``[cache]``.
+
+    Attributes:
+        dir: where it is; ``$NINFERBUILD_CACHE`` goes before it, see :meth:`directory`.
+        max_size: bound on its live bytes.
+        trust_stat: believe ``stat`` on any file system, not only on those known to keep a kernel's ctime.
+        allow_foreign_fs: do not refuse a cache on a network file system.
+    """
 
     dir: Path | None = None
     max_size: int | None = None
     trust_stat: bool = False
+    allow_foreign_fs: bool = False
+
+    def directory(self) -> Path:
+        """``$NINFERBUILD_CACHE``, else ``dir``, else the platform's user cache directory."""
+        from ninferbuild.cache import default_directory
+
+        if self.dir is None or os.environ.get("NINFERBUILD_CACHE"):
+            return default_directory()
+        return self.dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +323,12 @@ TARGET_KEYS: Mapping[str, Reader] = {
 }
 """Keys of ``[targets.NAME]`` and ``[defaults]``, with what reads their value."""
 
-CACHE_KEYS: Mapping[str, Reader] = {"dir": read_path, "max_size": read_size, "trust_stat": read_flag}
+CACHE_KEYS: Mapping[str, Reader] = {
+    "dir": read_path,
+    "max_size": read_size,
+    "trust_stat": read_flag,
+    "allow_foreign_fs": read_flag,
+}
 """Keys of ``[cache]``."""
 
 LIST_KEYS = frozenset({"overrides", "components"})

@@ -136,8 +136,8 @@ def _settings_of_report(path: Path) -> dict[str, Any]:
         raise MissingFileError(f"--from: no such report: {path}") from None
     except ValueError as error:
         raise UsageError(f"{path}: not a conversion report: {error}") from None
-    if isinstance(report, dict) and isinstance(report.get("settings"), dict):
-        return dict(report["settings"])
+    if isinstance(report, dict) and isinstance(report.get("target"), dict):
+        return dict(report["target"])
     try:
         provenance = report["provenance"]
         paths = {name: source["path"] for name, source in provenance["sources"].items()}

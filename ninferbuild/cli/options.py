@@ -29,7 +29,10 @@ def subcommand(
         def invoke(ctx: click.Context, /, **values: Any) -> int | None:
             output = ctx.ensure_object(Output)
             with output.guarded():
-                return function(output, **values)
+                try:
+                    return function(output, **values)
+                except KeyboardInterrupt:  # click would write a blank line, wanted or not
+                    raise click.Abort from None
 
         settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
         settings |= attributes.pop("context_settings", {})

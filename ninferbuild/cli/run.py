@@ -93,6 +93,8 @@ def run(args: Sequence[str] | None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
+        if sys.stderr.isatty():  # after the terminal's own ^C
+            click.echo(err=True)
         return _fail("interrupted; finished actions are kept", 130)
     except BrokenPipeError:
         # The reader of our output has gone. Python would complain once more when it flushes at exit.
