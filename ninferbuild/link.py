@@ -66,12 +66,10 @@ class Contents:
 
     def specs(self) -> list[ResourceSpec | TensorSpec]:
         """Specs of all objects in file order."""
-        from ninferbuild.artifact.formats import default_layout
-
         return [
             *(ResourceSpec(name, len(data)) for name, data in self.resources.items()),
             *self.weights,
-            *(TensorSpec(item.id, item.shape, item.format, default_layout(item.format)) for item in self.auxiliaries),
+            *(item.spec for item in self.auxiliaries),
         ]
 
 
