@@ -64,9 +64,7 @@ def convert(
 
     specs: list[ResourceSpec | TensorSpec] = [ResourceSpec(key, len(data)) for key, data in model.resources.items()]
     specs += [weight.spec for weight in prepared.weights]
-    specs += [
-        TensorSpec(item.id, item.shape, item.format, default_layout(item.format)) for item in prepared.auxiliaries
-    ]
+    specs += [item.spec for item in prepared.auxiliaries]
     with ArtifactWriter(
         entry,
         specs,
