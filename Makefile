@@ -1,0 +1,32 @@
+# Everything runs in .venv, which the first command makes; see CONTRIBUTING.md.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint types clean
+
+help: ## list what can be made
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/installed: pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint ci/constraints.txt --editable '.[test,lint]'
+	@touch $@
+
+demo: $(VENV)/installed ## write a small checkpoint, build it, change one layer, build again
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh ci/demo
+
+test: $(VENV)/installed ## run the tests
+	$(BIN)/python -m pytest -q -n auto $(ARGS)
+
+lint: $(VENV)/installed ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed ## mypy
+	$(BIN)/mypy
+
+clean: ## remove what make made
+	rm -rf $(VENV) demo
