@@ -36,7 +36,7 @@ class ErrorFlags:
             kind: with ``message``, at once, when ``bad`` is on the host and holds.
         """
         if bad.device.type == "cpu":
-            if bool(bad.any()):
+            if bool(bad if bad.ndim == 0 else bad.any()):
                 raise kind(message)
             return
         import torch

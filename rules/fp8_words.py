@@ -12,6 +12,7 @@ by a scalar is a multiplication by its rounded reciprocal on CUDA, which gives o
 from __future__ import annotations
 
 from dataclasses import dataclass
+import math
 
 import torch
 
@@ -34,16 +35,24 @@ class RowScaledFp8Words:
 
 
 def row_scales(maxima: torch.Tensor, errors: ErrorFlags) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 scales and float32 reciprocals (0 for a zero row) of rows from their largest magnitudes, float32."""
-    errors.note(~torch.isfinite(maxima), "FP8 row quantization source contains NaN or infinity")
-    positive = maxima > 0
-    scales = (maxima.double() / E4M3FN_MAX).float().bfloat16()
-    scales.masked_fill_((scales == 0) & positive, SMALLEST_SCALE)
-    errors.note(~torch.isfinite(scales), "FP8 row scale is not finite")
-    reciprocals = scales.double().reciprocal_().float().masked_fill_(~positive, 0.0)
+    """Scales and reciprocals of rows from their largest magnitudes.
+
+    Args:
+        maxima: float32 ``[r]``, NaN where the row holds one.
+
+    Returns:
+        bfloat16 scales and float32 reciprocals, both 0 for a row of zeros.
+    """
+    zero = maxima == 0
+    errors.note(~(maxima.amax() < math.inf), "FP8 row quantization source contains NaN or infinity")
+    # Every quotient below the smallest scale either rounds to it or underflows, and is then set to it.
+    scales = (maxima.double() / E4M3FN_MAX).clamp_min_(SMALLEST_SCALE).float().bfloat16()
+    reciprocals = scales.double().reciprocal_().float().masked_fill_(zero, 0.0)
     # The products are at most max |x| / scale, which is near 448 wherever the reciprocal itself is finite.
-    errors.note(~torch.isfinite(reciprocals), "FP8 row quantization produced a non-finite value: the row is too small")
-    return scales, reciprocals
+    errors.note(
+        reciprocals.amax() == math.inf, "FP8 row quantization gives a non-finite value: the row is too small to scale"
+    )
+    return scales.masked_fill_(zero, 0.0), reciprocals
 
 
 def e4m3fn_words(values: torch.Tensor) -> torch.Tensor:

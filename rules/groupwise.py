@@ -13,6 +13,7 @@ on every device, so CPU and CUDA agree to the bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+import math
 
 import torch
 
@@ -27,6 +28,9 @@ __all__ = ["QuantizedMatrix", "encode_matrix", "pick_device", "quantize_matrix",
 
 SMALLEST_SCALE = 2.0**-24
 """The smallest positive binary16 number, word 0x0001."""
+
+OVERFLOW = 65520.0
+"""From here on binary32 numbers round to infinity in binary16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,17 @@ def group_scales(maxima: torch.Tensor, qmax: int, errors: ErrorFlags) -> tuple[t
         maxima: float32, NaN where the group holds one.
 
     Returns:
-        float16 scales and float32 reciprocals (0 for a zero group), shaped like ``maxima``.
+        float16 scales and positive float32 reciprocals, shaped like ``maxima``. A zero group has scale 0 and some
+        finite reciprocal: its codes are 0 whatever that is.
     """
-    errors.note(~torch.isfinite(maxima), "grouped quantization source contains NaN or infinity")
-    scales = (maxima.double() / qmax).float().half()
-    scales.masked_fill_((scales == 0) & (maxima > 0), SMALLEST_SCALE)
-    errors.note(~torch.isfinite(scales), "grouped quantization scale is not finite and positive")
-    reciprocals = scales.double().reciprocal_().float().masked_fill_(scales == 0, 0.0)
-    return scales, reciprocals
+    largest = maxima.amax()
+    errors.note(~(largest < math.inf), "grouped quantization source contains NaN or infinity")
+    errors.note(largest >= OVERFLOW * qmax, "grouped quantization scale is not finite and positive")
+    # Every quotient below the smallest scale either rounds to it or underflows, and is then set to it.
+    quotients = maxima.double().div_(qmax).clamp_min_(SMALLEST_SCALE)
+    scales = quotients.float().half()
+    reciprocals = scales.double().reciprocal_().float()
+    return scales.masked_fill_(maxima == 0, 0.0), reciprocals
 
 
 def quantize_rows(
