@@ -43,12 +43,12 @@ def _e4m3fn_table() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return words.to(torch.float32).numpy()
 
 
-def _e2m1_pair_table() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """For each byte its two values, the low nibble's first, as the 8 bytes of two FP32 words."""
+def _e2m1_pair_table() -> np.ndarray[tuple[int], np.dtype[np.complex64]]:
+    """For each byte its two values, the low nibble's first: 8 bytes that need the alignment of FP32 only."""
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     values = np.array([*magnitudes, *(-value for value in magnitudes)], dtype="<f4")
     byte = np.arange(256)
-    return np.stack([values[byte & 15], values[byte >> 4]], axis=1).reshape(-1).view("<i8")
+    return np.stack([values[byte & 15], values[byte >> 4]], axis=1).reshape(-1).view("<c8")
 
 
 E4M3FN = _e4m3fn_table()
@@ -66,9 +66,9 @@ def _tiles(rows: int, columns: int) -> Iterator[slice]:
         yield slice(first, min(rows, first + step))
 
 
-def _look_up(table: np.ndarray[Any, Any], words: torch.Tensor, out: torch.Tensor) -> None:
+def _look_up(table: np.ndarray[Any, Any], words: torch.Tensor, out: np.ndarray[Any, Any]) -> None:
     # mode: uint8 indices are always inside, and "clip" lets numpy write to `out` without a buffer
-    np.take(table, words.numpy(), out=out.numpy(), mode="clip")
+    np.take(table, words.numpy(), out=out, mode="clip")
 
 
 class Plain:
@@ -103,10 +103,10 @@ class Nvfp4:
         self._check(scales)
         rows, columns = out.shape
         groups = torch.empty(scales.shape, dtype=torch.float32)
-        _look_up(E4M3FN, scales, groups)
+        _look_up(E4M3FN, scales, groups.numpy())
         for tile in _tiles(rows, columns):
             values = out[tile]
-            _look_up(E2M1_PAIRS, codes[tile], values.view(torch.int64))
+            _look_up(E2M1_PAIRS, codes[tile], values.numpy().view(np.complex64))
             values.view(-1, columns // GROUP, GROUP).mul_(groups[tile].unsqueeze(-1))
             values.div_(self._divisor)
 
@@ -148,7 +148,7 @@ class Fp8Row:
     def decode(self, parts: list[torch.Tensor], out: torch.Tensor) -> None:
         scales = self._scales(parts).to(torch.float32).unsqueeze(1)
         for tile in _tiles(*out.shape):
-            _look_up(E4M3FN, parts[0][tile], out[tile])
+            _look_up(E4M3FN, parts[0][tile], out[tile].numpy())
             out[tile].mul_(scales[tile])
 
     def encoded(self, parts: list[torch.Tensor]) -> EncodedRows:
@@ -183,7 +183,7 @@ class Fp8Block:
         full = columns // BLOCK * BLOCK
         for tile in _tiles(rows, columns):
             values = out[tile]
-            _look_up(E4M3FN, codes[tile], values)
+            _look_up(E4M3FN, codes[tile], values.numpy())
             scales = table[entries[tile]]
             for first in range(0, full, BLOCK):
                 values[:, first : first + BLOCK].mul_(scales[:, first // BLOCK].unsqueeze(1))

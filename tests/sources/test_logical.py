@@ -222,13 +222,25 @@ class TestSelectRows:
             chosen.read_encoded(0, 5)
 
     def test_many_single_rows(self):
-        rows = np.random.default_rng(0).permutation(131_072)
-        values = np.arange(131_072, dtype=np.int32).reshape(-1, 1)
-        for source in both(values):
-            chosen = gather_source(source, torch.from_numpy(rows))
-            assert chosen.label == "rows(m, 131072 spans, 131072 rows)"
-            read = torch.cat([chosen.rows(begin, begin + 8192) for begin in range(0, 131_072, 8192)])
-            assert np.array_equal(read.numpy()[:, 0], rows)
+        count = 131_072
+        rows = np.random.default_rng(0).permutation(count)
+        chosen = gather_source(
+            array_source(np.arange(count, dtype=np.int32).reshape(-1, 1), "m"), torch.from_numpy(rows)
+        )
+        assert chosen.label == f"rows(m, {count} spans, {count} rows)"
+        read = torch.cat([chosen.rows(begin, begin + 8192) for begin in range(0, count, 8192)])
+        assert np.array_equal(read.numpy()[:, 0], rows)
+
+    def test_neighbouring_rows_of_an_opaque_source_are_one_read(self):
+        reads = []
+
+        def read(begin, end):
+            reads.append((begin, end))
+            return torch.arange(begin, end)
+
+        chosen = gather_source(LogicalSource((100, 2), "m", read), [*range(10, 60), *range(5)])
+        assert chosen.values(3, 105).tolist() == [*range(23, 120), *range(5)]
+        assert reads == [(23, 120), (0, 5)]
 
 
 class TestGatherSource:
