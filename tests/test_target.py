@@ -448,6 +448,18 @@ def test_cache_settings_alone(project: Path) -> None:
     assert file.cache_settings(["cache.max_size=7"]).max_size == 7
 
 
+def test_cache_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment goes before the file, the file before the platform's directory."""
+    monkeypatch.setenv("NINFERBUILD_CACHE", str(project / "env"))
+    assert CacheSettings(Path("c")).directory() == project / "env"
+    monkeypatch.setenv("NINFERBUILD_CACHE", "")
+    assert CacheSettings(Path("c")).directory() == Path("c")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "xdg"))
+    assert project / "xdg" in CacheSettings().directory().parents
+    path = write(project, MINIMAL + "[cache]\nallow_foreign_fs = true\n")
+    assert load_target(file=path).cache.allow_foreign_fs
+
+
 def test_settings_give_the_target_back(project: Path) -> None:
     (project / "q").mkdir()
     write(

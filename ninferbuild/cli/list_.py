@@ -52,8 +52,12 @@ def _methods(_file: str | None) -> list[dict[str, Any]]:
     from ninferbuild.rules import METHODS
 
     return [
-        {"name": name, "version": rule.version, "about": _first_line(sys.modules[type(rule).__module__])}
-        for name, rule in METHODS.items()
+        {
+            "name": name,
+            "version": getattr(method, "version", None),
+            "about": _first_line(sys.modules[method.__module__]),
+        }
+        for name, method in METHODS.items()
     ]
 
 

@@ -50,7 +50,7 @@ def _show(output: Output, target: Target, plan: BuildPlan) -> None:
         rows_by_format = [(name, count, f"{size} B", format_size(size)) for name, (count, size) in plan.formats.items()]
         output.table(rows_by_format, header=("format", "objects", "bytes", ""), right=(1, 2, 3))
         output.text()
-    counts = Counter(action.state for action in plan.actions)
+    counts = Counter[str](action.state for action in plan.actions)
     states = ", ".join(f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state])
     output.text(f"actions: {len(plan.actions)}{f' ({states})' if states else ''}")
     output.text(f"payload: {plan.payload_bytes} B ({format_size(plan.payload_bytes)})")
