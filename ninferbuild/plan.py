@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ninferbuild.artifact.formats import DIRECT_FORMATS, default_layout
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.auxiliaries import AuxiliaryObject, merge_auxiliaries, use_records
-from ninferbuild.collector import paused_collector
+from ninferbuild.bindings import Fragment, bindings_of
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, MethodInput, PreparedMethod, PrepareRequest
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.recipe import PreparedRecipe, Recipe, Selection, WeightJob
 from ninferbuild.rules import rule_of
 from ninferbuild.rules.rule import Rule, RuleCheck
@@ -28,19 +29,6 @@ __all__ = ["AuxiliaryObject", "Fragment", "Parent", "PlannedRecipe", "plan_paren
 
 Item = tuple[str, Selection]
 """A parameter and the selection of it that is stored."""
-
-
-class Fragment(NamedTuple):
-    """Elements ``[first, last)`` of a parent: they are the parameter's elements from ``begin`` on."""
-
-    parameter: str
-    begin: int
-    first: int
-    last: int
-
-
-_Place = tuple[int, Fragment, TensorSpec]
-"""First element of a parameter that a fragment holds, the fragment, and the parent it lies in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +72,7 @@ class PlannedRecipe:
     parents: tuple[Parent, ...]
     bindings: dict[str, dict[str, Any]]
 
-    @paused_collector()
+    @collection_paused()
     def uses(
         self, auxiliaries: Sequence[Mapping[AuxiliaryKey, AuxiliaryValue]]
     ) -> tuple[list[dict[str, Any]], list[AuxiliaryObject]]:
@@ -103,7 +91,7 @@ class PlannedRecipe:
         return use_records(self.recipe, merge_auxiliaries(self.recipe, auxiliaries))
 
 
-@paused_collector()
+@collection_paused()
 def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "") -> PlannedRecipe:
     """Plan every parent and check its built-in method; methods of users are not called.
 
@@ -113,7 +101,9 @@ def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "")
     parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=True))
     # What is known already is refused now rather than after hours of encoding.
     merge_auxiliaries(recipe, (parent.checked.auxiliaries for parent in parents if parent.checked is not None))
-    return PlannedRecipe(recipe, parents, _bindings(recipe, parents))
+    return PlannedRecipe(
+        recipe, parents, bindings_of(recipe, ((parent.target, parent.fragments) for parent in parents))
+    )
 
 
 def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
@@ -139,13 +129,20 @@ def prepare(recipe: Recipe, *, device: str, rows_per_chunk: int) -> PreparedReci
     """What :meth:`Recipe.prepare` does: the same plan, with every method called through its public interface."""
     parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=False))
     prepared = [prepare_user_method(parent, device) for parent in parents]
-    planned = PlannedRecipe(recipe, parents, _bindings(recipe, parents))
+    planned = PlannedRecipe(
+        recipe, parents, bindings_of(recipe, ((parent.target, parent.fragments) for parent in parents))
+    )
     uses, auxiliaries = planned.uses([item.auxiliaries for item in prepared])
     weights = tuple(
         WeightJob(parent.target, job, parent.names, parent.labels, parent.method_name, dict(parent.request.parameters))
         for parent, job in zip(parents, prepared, strict=True)
     )
     return PreparedRecipe(weights, planned.bindings, uses, auxiliaries)
+
+
+def _planned(recipe: Recipe, parents: tuple[Parent, ...]) -> PlannedRecipe:
+    bindings = bindings_of(recipe, ((parent.target, parent.fragments) for parent in parents))
+    return PlannedRecipe(recipe, parents, bindings)
 
 
 def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: bool) -> Iterator[Parent]:
@@ -365,45 +362,6 @@ def _fragments(items: Sequence[Item]) -> tuple[Fragment, ...]:
         fragments.append(Fragment(name, selection.begin, cursor, end))
         cursor = end
     return tuple(fragments)
-
-
-def _bindings(recipe: Recipe, parents: Iterable[Parent]) -> dict[str, dict[str, Any]]:
-    """Where each parameter is stored; aliases follow the parameters that own their storage.
-
-    Raises:
-        ValueError: the selections of a parameter do not cover it exactly.
-    """
-    places: dict[str, list[_Place]] = {name: [] for name in recipe.selections if name not in recipe.aliases}
-    for parent in parents:
-        target = parent.request.target
-        for fragment in parent.fragments:
-            places[fragment.parameter].append((fragment.begin, fragment, target))
-    parameters = recipe.model.parameters
-    bindings = {name: _binding(name, parameters[name].shape, stored) for name, stored in places.items()}
-    for name in recipe.aliases:
-        bindings[name] = _copied(bindings[recipe.resolve(name)])
-    return bindings
-
-
-def _binding(name: str, shape: tuple[int, ...], stored: list[_Place]) -> dict[str, Any]:
-    if len(stored) > 1:
-        stored.sort(key=lambda place: place[0])
-    cursor = 0
-    for begin, fragment, _ in stored:
-        if begin != cursor:
-            raise ValueError(f"{name}: incomplete logical coverage at element {cursor}")
-        cursor += fragment.last - fragment.first
-    if cursor != prod(shape):
-        raise ValueError(f"{name}: coverage size is incorrect: {cursor} of {prod(shape)} elements")
-    if len(stored) == 1 and stored[0][1].first == 0 and stored[0][2].shape == shape:
-        return {"object": stored[0][2].id}
-    return {"parts": [{"object": target.id, "range": [part.first, part.last]} for _, part, target in stored]}
-
-
-def _copied(binding: dict[str, Any]) -> dict[str, Any]:
-    if "object" in binding:
-        return dict(binding)
-    return {"parts": [{"object": part["object"], "range": list(part["range"])} for part in binding["parts"]]}
 
 
 def _method_error(names: Sequence[str], error: Exception) -> ValueError:

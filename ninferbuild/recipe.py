@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ninferbuild.artifact.formats import default_layout
 from ninferbuild.artifact.schema import ACTIVATION_POLICIES
-from ninferbuild.collector import paused_collector
 from ninferbuild.matching import NameIndex
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, PreparedMethod, UseKey
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.rules import METHODS, cast_direct
 
 if TYPE_CHECKING:
     from ninferbuild.artifact.schema import TensorSpec
+    from ninferbuild.auxiliaries import AuxiliaryObject
     from ninferbuild.models.model import Model, Parameter
-    from ninferbuild.plan import AuxiliaryObject
     from ninferbuild.sources.logical import LogicalSource
 
 __all__ = ["PreparedRecipe", "Recipe", "Selection", "WeightJob", "default_layout"]
@@ -110,7 +110,7 @@ class Recipe:
             raise ValueError(f"the model has no parameter {name}; call model.add(...) first")
         self._add([(name, parameter)])
 
-    @paused_collector()
+    @collection_paused()
     def _add(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._names = None
         for name, parameter in parameters:
@@ -143,7 +143,7 @@ class Recipe:
             found.update(dict.fromkeys(names))
         return tuple(found)
 
-    @paused_collector()
+    @collection_paused()
     def assign(
         self,
         selectors: str | Sequence[str],

@@ -1,0 +1,65 @@
+"""Bindings: where the elements of each logical parameter are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ninferbuild.artifact.schema import TensorSpec
+    from ninferbuild.recipe import Recipe
+
+Binding = dict[str, Any]
+"""``{"object": id}`` for a whole object, else ``{"parts": [{"object": id, "range": [first, last]}, …]}``."""
+
+
+class Fragment(NamedTuple):
+    """Elements ``[first, last)`` of a parent: they are the parameter's elements from ``begin`` on."""
+
+    parameter: str
+    begin: int
+    first: int
+    last: int
+
+
+_Place = tuple[int, Fragment, "TensorSpec"]
+"""First element of a parameter that a fragment holds, the fragment, and the parent it lies in."""
+
+
+def bindings_of(recipe: Recipe, parents: Iterable[tuple[TensorSpec, Iterable[Fragment]]]) -> dict[str, Binding]:
+    """The bindings of all parameters in recipe order; aliases follow the parameters that own their storage.
+
+    Raises:
+        ValueError: the fragments of a parameter do not cover it exactly.
+    """
+    places: dict[str, list[_Place]] = {name: [] for name in recipe.selections if name not in recipe.aliases}
+    for target, fragments in parents:
+        for fragment in fragments:
+            places[fragment.parameter].append((fragment.begin, fragment, target))
+    parameters = recipe.model.parameters
+    bindings = {name: _binding(name, parameters[name].shape, stored) for name, stored in places.items()}
+    for name in recipe.aliases:
+        bindings[name] = _copied(bindings[recipe.resolve(name)])
+    return bindings
+
+
+def _binding(name: str, shape: tuple[int, ...], stored: list[_Place]) -> Binding:
+    if len(stored) > 1:
+        stored.sort(key=lambda place: place[0])
+    cursor = 0
+    for begin, fragment, _ in stored:
+        if begin != cursor:
+            raise ValueError(f"{name}: incomplete logical coverage at element {cursor}")
+        cursor += fragment.last - fragment.first
+    if cursor != prod(shape):
+        raise ValueError(f"{name}: coverage size is incorrect: {cursor} of {prod(shape)} elements")
+    if len(stored) == 1 and stored[0][1].first == 0 and stored[0][2].shape == shape:
+        return {"object": stored[0][2].id}
+    return {"parts": [{"object": target.id, "range": [part.first, part.last]} for _, part, target in stored]}
+
+
+def _copied(binding: Binding) -> Binding:
+    if "object" in binding:
+        return dict(binding)
+    return {"parts": [{"object": part["object"], "range": list(part["range"])} for part in binding["parts"]]}
