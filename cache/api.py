@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 import os
 from pathlib import Path
 import time
@@ -10,11 +11,14 @@ from types import TracebackType
 
 import lmdb
 
-from ninferbuild.cache import filesystem
+from ninferbuild.cache import compaction, filesystem, liveness, pruning, verification
 from ninferbuild.cache import store as stores
 from ninferbuild.cache.builds import load_builds, store_build
+from ninferbuild.cache.compaction import SpaceResult
 from ninferbuild.cache.index import ACTIONS, BLOCKS, DIGESTS, MANIFESTS, PROBES, Transaction
 from ninferbuild.cache.lease import Lease
+from ninferbuild.cache.liveness import IsLive
+from ninferbuild.cache.pruning import PruneResult
 from ninferbuild.cache.reading import View
 from ninferbuild.cache.records import (
     ActionRecord,
@@ -25,7 +29,9 @@ from ninferbuild.cache.records import (
     StoredBlock,
     StoredDigest,
 )
+from ninferbuild.cache.statistics import Entry, Statistics, entries, statistics
 from ninferbuild.cache.store import Limits
+from ninferbuild.cache.verification import VerifyResult
 from ninferbuild.cache.writer import Writer, memo_key
 from ninferbuild.errors import CacheError
 
@@ -105,6 +111,10 @@ class Cache:
         """Close the handle; the last one of the process closes the cache. Closing twice is harmless."""
         store, self._store = self._store, None
         if store is not None:
+            if store.after_crash and not self.read_only:
+                store.after_crash = False
+                with suppress(CacheError):  # blocks that a killed build left behind and this one did not use
+                    pruning.prune(store)
             stores.release(store)
 
     @property
@@ -220,6 +230,75 @@ class Cache:
     def lease(self, target_id: str) -> Lease:
         """Protection from pruning for the keys that a build adds to it."""
         return Lease(self._open_store, target_id)
+
+    # -- housekeeping ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> Statistics:
+        """What the cache holds and has saved."""
+        return statistics(self._open_store, self._max_size)
+
+    def ls(self, target: str | None = None) -> list[Entry]:
+        """The stored actions, or those that ``target`` made or used, most recently used first."""
+        return entries(self._open_store, target)
+
+    def prune(
+        self,
+        *,
+        max_size: int | None = None,
+        older_than: float | None = None,
+        keep_builds: int | None = None,
+        target: str | None = None,
+        dry_run: bool = False,
+        is_live: IsLive | None = None,
+    ) -> PruneResult:
+        """Drop actions, least recently used first, and give their space back; see :mod:`ninferbuild.cache.pruning`.
+
+        Args:
+            max_size: keep at most these bytes of payload.
+            older_than: drop what was last used more than these seconds ago.
+            keep_builds: keep what the last so many builds of live targets use.
+            target: only what this target made or used.
+            dry_run: change nothing, only say what would go.
+            is_live: whether the target of a build is live; by default its file defines it or its output exists.
+
+        Raises:
+            CacheError: the cache is read-only or cannot be changed.
+        """
+        return pruning.prune(
+            self._writable_store,
+            max_size=max_size,
+            older_than=older_than,
+            keep_builds=keep_builds,
+            target=target,
+            dry_run=dry_run,
+            is_live=is_live or liveness.is_live,
+        )
+
+    def compact(self) -> SpaceResult:
+        """Rewrite what has gaps. Raises :class:`CacheError` naming who else uses the cache."""
+        return compaction.compact(self._writable_store)
+
+    def clear(self) -> SpaceResult:
+        """Remove everything; while others use the cache, all but what their builds in progress need."""
+        return compaction.clear(self._writable_store)
+
+    def matching(self, prefix: str) -> list[bytes]:
+        """Keys of stored actions whose hexadecimal form starts with ``prefix``."""
+        with self._open_store.index.read() as transaction:
+            return [key for key in transaction.keys(ACTIONS) if key.hex().startswith(prefix.lower())]
+
+    def remove(self, key: bytes) -> bool:
+        """Remove one action and the space that it alone needs; False when there is no such action.
+
+        Raises:
+            CacheError: a build in progress needs it.
+        """
+        return pruning.remove(self._writable_store, key)
+
+    def verify(self, *, repair: bool = False, progress: Callable[[int], None] | None = None) -> VerifyResult:
+        """Check every record and every block; ``repair`` drops what is damaged. ``progress`` is told bytes."""
+        store = self._writable_store if repair else self._open_store
+        return verification.verify(store, repair=repair, progress=progress)
 
 
 def _writable(path: Path) -> bool:

@@ -58,10 +58,11 @@ def damage(folder: Path, digest: Digest) -> str | None:
         return str(error)
     finally:
         os.close(descriptor)
-    return _walk(folder)
+    return walk(folder)
 
 
-def _walk(folder: Path) -> str | None:
+def walk(folder: Path) -> str | None:
+    """The first fault of the environment's pages, all of which are visited, or None. Nobody may write meanwhile."""
     from lmdb import verify  # pure Python; only needed after an unclean shutdown
 
     try:

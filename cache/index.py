@@ -78,6 +78,10 @@ class Transaction:
     def delete(self, table: bytes, key: bytes) -> bool:
         return bool(self._transaction.delete(key, db=self._tables[table]))
 
+    def clear(self, table: bytes) -> None:
+        """Delete all rows of a table."""
+        self._transaction.drop(self._tables[table], delete=False)
+
     def number(self, name: bytes) -> float:
         stored = self.get(NUMBERS, name, Number)
         return 0.0 if stored is None else stored.value

@@ -1,8 +1,9 @@
-"""Leases: the keys that a build needs, which pruning leaves alone while the build's process lives."""
+"""Leases: what a build needs, which pruning leaves alone while the build's process lives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+import time
 from types import TracebackType
 
 from ninferbuild.cache.index import LEASES
@@ -11,16 +12,29 @@ from ninferbuild.cache.store import Store
 
 
 class Lease:
-    """Use as a context manager around a build. What the process makes itself is protected without a lease."""
+    """Use as a context manager around a build.
+
+    It protects the keys added to it, and the actions and blocks that this process stores while it lasts.
+    """
 
     def __init__(self, store: Store, target: str):
         self._store = store
         self._target = target
+        self._since = 0.0
         self._rows: list[bytes] = []
         self._keys: set[bytes] = set()
 
     def __enter__(self) -> Lease:
+        if not self._store.read_only:
+            self._since = time.time()
+            row = self._new_row()
+            self._store.add_pending_lease(row, self._target, self._since)
         return self
+
+    def _new_row(self) -> bytes:
+        row = self._store.session + self._store.next_number().to_bytes(4, "big")
+        self._rows.append(row)
+        return row
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Protect ``keys`` from now on: one transaction a call, so pass many at once. Add them before looking them up.
@@ -30,12 +44,13 @@ class Lease:
         """
         store = self._store
         new = sorted(set(keys) - self._keys)
-        if not new or store.read_only:
+        if not new:
             return
-        with store.write_lock, store.index.write() as transaction:
-            row = store.session + store.next_number().to_bytes(4, "big")
-            transaction.put(LEASES, row, StoredLease(store.session, self._target, pack_keys(new)))
-        self._rows.append(row)
+        if not store.read_only:
+            with store.write_lock, store.index.write() as transaction:
+                store.write_leases(transaction)
+                lease = StoredLease(store.session, self._target, self._since, pack_keys(new))
+                transaction.put(LEASES, self._new_row(), lease)
         self._keys.update(new)
         store.hold(new)
 
@@ -45,10 +60,10 @@ class Lease:
         store = self._store
         store.let_go(self._keys)
         self._keys = set()
-        if not self._rows:
-            return
-        with store.write_lock, store.index.write() as transaction:
-            for row in self._rows:
-                transaction.delete(LEASES, row)
-            store.write_hits(transaction)
-        self._rows = []
+        rows, self._rows = self._rows, []
+        written = [row for row in rows if not store.remove_pending_lease(row)]
+        if written:
+            with store.write_lock, store.index.write() as transaction:
+                for row in written:
+                    transaction.delete(LEASES, row)
+                store.write_hits(transaction)

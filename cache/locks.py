@@ -123,7 +123,8 @@ class Session:
         self._lock = FileLock(temporary)
         try:
             self._lock.exclusive()
-            temporary.write_text(_describe_process())
+            with suppress(OSError):  # on a full disk it stays nameless
+                temporary.write_text(_describe_process())
             temporary.rename(self._path)  # it appears locked, or not at all
         except OSError:
             self._lock.close()
@@ -154,7 +155,7 @@ def live_sessions(folder: Path) -> dict[bytes, str]:
                     entry.unlink(missing_ok=True)
                 continue
             if entry.suffix != ".tmp":
-                live[bytes.fromhex(entry.name)] = entry.read_text(errors="replace")
+                live[bytes.fromhex(entry.name)] = entry.read_text(errors="replace") or "a process"
         except (OSError, ValueError):
             continue
         finally:

@@ -150,10 +150,11 @@ class StoredDigest(Record, array_like=True, frozen=True):
 
 
 class StoredLease(Record, array_like=True, frozen=True):
-    """Keys that a live session needs."""
+    """Keys that a live session needs: those listed, and what it has made since ``since``."""
 
     session: bytes
     target: str
+    since: float
     keys: bytes  # concatenated
 
 

@@ -13,7 +13,7 @@ import threading
 import lmdb
 
 from ninferbuild.cache import btree, filesystem
-from ninferbuild.cache.environment import STAMP_FILE, open_environment
+from ninferbuild.cache.environment import open_environment
 from ninferbuild.cache.index import write_error
 from ninferbuild.errors import CacheError
 
@@ -23,6 +23,7 @@ DROPPED_SUFFIX = ".dropped"
 @dataclass
 class _Opened:
     environment: lmdb.Environment
+    inode: int
     users: int = 0
     doomed: bool = False
 
@@ -52,18 +53,32 @@ class Segments:
         """Whether a segment is there. One that another process dropped may be reported a while longer: the row of
         each block in it is gone or changed."""
         if number not in self._known:
-            if not (self.path(number) / btree.DATA_FILE).exists():
+            if not self.on_disk(number):
                 return False
             self._known.add(number)
         return True
+
+    def on_disk(self, number: int) -> bool:
+        """Whether a segment is there now."""
+        return self._inode(number) != 0
+
+    def _inode(self, number: int) -> int:
+        """Inode of the data file on the disk; 0 when there is none."""
+        try:
+            return (self.path(number) / btree.DATA_FILE).stat().st_ino
+        except FileNotFoundError:
+            return 0
 
     @contextmanager
     def _using(self, number: int) -> Iterator[lmdb.Environment]:
         with self._lock:
             opened = self._opened.get(number)
+            if opened is not None and opened.inode != self._inode(number):  # another process dropped it
+                self.forget(number)
+                opened = None
             if opened is None:
                 environment = open_environment(self.path(number), self._map_size, read_only=self._read_only)
-                opened = self._opened[number] = _Opened(environment)
+                opened = self._opened[number] = _Opened(environment, self._inode(number))
                 self._known.add(number)
             opened.users += 1
         try:
@@ -90,6 +105,7 @@ class Segments:
         Raises:
             CacheError: they could not be written; nothing changed.
         """
+        new = not self.on_disk(number)
         self.folder.mkdir(exist_ok=True)
         with self._using(number) as environment:
             try:
@@ -98,6 +114,9 @@ class Segments:
                         transaction.put(digest, data)
             except lmdb.Error as error:
                 raise write_error(self.folder, error) from error
+        if new:
+            filesystem.sync_directory(self.path(number))
+            filesystem.sync_directory(self.folder)
 
     def used_bytes(self, number: int) -> int:
         """Bytes of the segment up to the last page in use; 0 when it does not exist."""
@@ -166,8 +185,8 @@ class Segments:
     def forget_dropped(self) -> None:
         """Let go of segments that other processes have dropped, so that their space comes free."""
         with self._lock:
-            for number in list(self._opened):
-                if not (self.path(number) / btree.DATA_FILE).exists():
+            for number, opened in list(self._opened.items()):
+                if opened.inode != self._inode(number):
                     self.forget(number)
 
     def idle(self) -> bool:
@@ -182,7 +201,3 @@ class Segments:
             for opened in self._opened.values():
                 opened.environment.close()
             self._opened.clear()
-
-    def unstamp(self, number: int) -> None:
-        """Forget that a segment was closed in order."""
-        (self.path(number) / STAMP_FILE).unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from ninferbuild.cache import index as tables
 from ninferbuild.cache.environment import damage, set_aside, stamp
 from ninferbuild.cache.index import ACTIONS, LEASES, RECENCY, Index
 from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
-from ninferbuild.cache.records import Recency, StoredAction, StoredBlock, StoredLease, unpack_keys
+from ninferbuild.cache.records import Recency, StoredAction, StoredBlock, StoredLease
 from ninferbuild.cache.segments import DROPPED_SUFFIX, Segments
 from ninferbuild.errors import CacheError
 
@@ -54,6 +54,7 @@ class Store:
     """Everything that is open once for a process. Handles (:class:`Cache`) share it.
 
     Attributes:
+        after_crash: whether a process was killed while it had the cache open, and nobody has tidied up since.
         notices: lines for the user about what was found damaged and what became of it.
     """
 
@@ -65,13 +66,15 @@ class Store:
         self.mutex = threading.RLock()
         self.handles = 0
         self.leased: dict[bytes, int] = {}  # key → leases of this process
+        self.crowded = 0  # live bytes below which looking for something to evict again is pointless
         self._number = 0
+        self._pending_leases: dict[bytes, tuple[str, float]] = {}
         self.lost: set[bytes] = set()  # keys found damaged that a read-only cache cannot drop
         self._touched: dict[bytes, int] = {}
         self._saved: dict[bytes, float] = {}
         self._use: FileLock | None = None
         self._session: Session | None = None
-        self._after_crash = False
+        self.after_crash = False
         try:
             self._open()
         except BaseException:
@@ -141,12 +144,12 @@ class Store:
     def _open_environments(self) -> None:
         self.index = Index(self.index_folder, self.limits.index_map, read_only=self.read_only)
         self.segments = Segments(self.segments_folder, self.limits.segment_map, read_only=self.read_only)
-        if self._after_crash:
+        if self.after_crash:
             self._drop_dead_leases()
 
     def _tidy(self) -> None:
         """Check what the last process left and remove its leftovers. Nobody else has the cache open."""
-        self._after_crash = self.sessions_folder.exists() and any(self.sessions_folder.iterdir())
+        self.after_crash = self.sessions_folder.exists() and any(self.sessions_folder.iterdir())
         live_sessions(self.sessions_folder)  # removes the entries of dead processes
         for pattern in (f"segments/*{DROPPED_SUFFIX}", "*.compact", "*.cleared"):
             for leftover in self.root.glob(pattern):
@@ -192,6 +195,11 @@ class Store:
         with self.mutex:
             self._saved[b"misses"] = self._saved.get(b"misses", 0.0) + 1
 
+    def pending_number(self, name: bytes) -> float:
+        """What is to be added to a counter with the next transaction."""
+        with self.mutex:
+            return self._saved.get(name, 0.0)
+
     def write_hits(self, transaction: tables.Transaction) -> None:
         """Write what was remembered. If the transaction fails, so much is lost."""
         with self.mutex:
@@ -229,13 +237,25 @@ class Store:
     def live_sessions(self) -> dict[bytes, str]:
         return live_sessions(self.sessions_folder)
 
-    def leased_keys(self, transaction: tables.Transaction, live: set[bytes]) -> set[bytes]:
-        """Keys that live sessions need."""
-        leased: set[bytes] = set(self.leased)
-        for _, lease in transaction.items(LEASES, StoredLease):
-            if lease is not None and lease.session in live:
-                leased.update(unpack_keys(lease.keys))
-        return leased
+    def write_leases(self, transaction: tables.Transaction) -> None:
+        """Write the leases that have not been written yet: what makes others see that this process is building."""
+        with self.mutex:
+            pending, self._pending_leases = self._pending_leases, {}
+        for row, (target, since) in pending.items():
+            transaction.put(LEASES, row, StoredLease(self.session, target, since, b""))
+
+    def add_pending_lease(self, row: bytes, target: str, since: float) -> None:
+        with self.mutex:
+            self._pending_leases[row] = (target, since)
+
+    def remove_pending_lease(self, row: bytes) -> bool:
+        """Whether the lease had not been written."""
+        with self.mutex:
+            return self._pending_leases.pop(row, None) is not None
+
+    def write_lock_if_any(self) -> AbstractContextManager[None]:
+        """The write lock; a read-only cache has none."""
+        return nullcontext() if self.read_only else self.write_lock
 
     # -- damage ----------------------------------------------------------------------------------------------------
 
@@ -264,6 +284,7 @@ class Store:
         self.index.close()
 
     def reopen_environments(self) -> None:
+        """Open again what :meth:`close_environments` closed. The caller holds the cache exclusively."""
         self._open_environments()
 
     def close(self) -> None:
@@ -298,10 +319,7 @@ class Store:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Close the environments and hold the cache exclusively; yields False, with all still open, if others use it.
-
-        Everything is open again afterwards.
-        """
+        """Hold the cache exclusively; yields False when somebody else uses it."""
         assert self._use is not None
         with self.mutex:
             if self.handles > 1 or not self.segments.idle():
@@ -312,12 +330,9 @@ class Store:
                 yield False
                 return
             try:
-                self.close_environments()
                 yield True
             finally:
                 self._use.shared()
-                with self.write_lock:
-                    self._open_environments()
 
     def in_use_error(self) -> CacheError:
         return in_use(self.root, self.sessions_folder, self.session)

@@ -29,6 +29,7 @@ from ninferbuild.cache.index import (
     OutOfSpaceError,
     Transaction,
 )
+from ninferbuild.cache.pruning import make_room
 from ninferbuild.cache.records import ActionRecord, Number, Raw, StoredAction, StoredBlock, StoredDigest
 from ninferbuild.cache.store import Store
 from ninferbuild.digest import block_digest
@@ -202,9 +203,12 @@ class Writer:
             store.segments.forget_dropped()
             missing = self._missing(given)
             size = sum(len(data) for data in missing.values())
+            if self._max_size is not None and size:
+                make_room(store, size, self._max_size)
             self._require_space(size)
             segment = self._store_blocks(missing)
             with store.index.write() as transaction:
+                store.write_leases(transaction)
                 for digest, data in given.items():
                     if digest in missing:
                         stale = transaction.get(BLOCKS, digest, StoredBlock)
@@ -246,7 +250,7 @@ class Writer:
         store = self._store
         with store.index.read() as transaction:
             segment = int(transaction.number(ACTIVE_SEGMENT))
-        if segment == 0 or store.segments.used_bytes(segment) >= store.limits.segment_bytes:
+        if not store.segments.on_disk(segment) or store.segments.used_bytes(segment) >= store.limits.segment_bytes:
             segment = max([segment, *store.segments.ids()]) + 1
         if missing:
             store.segments.put(segment, missing.items())
