@@ -47,11 +47,8 @@ def test_a_name_with_wildcard_characters_selects_only_itself() -> None:
     st.text("ab/[]!*?-", max_size=7),
 )
 def test_find_equals_a_linear_fnmatch(names: list[str], selector: str) -> None:
-    if selector in names:
-        expected = (selector,)
-    else:
-        expected = tuple(name for name in names if fnmatch.fnmatchcase(name, selector))
-    assert NameIndex(names).find(selector) == expected
+    expected = [selector] if selector in names else [name for name in names if fnmatch.fnmatchcase(name, selector)]
+    assert NameIndex(names).find(selector) == tuple(expected)
 
 
 def test_no_selectors() -> None:

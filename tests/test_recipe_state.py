@@ -88,7 +88,7 @@ class TestAssign:
         with pytest.raises(ValueError, match="override source shape differs"):
             recipe.assign("query", source=array_source(doubling_rows(9)[:1], "row"), rows=(0, 1))
         with pytest.raises(TypeError, match="must be a LogicalSource, not Tensor"):
-            recipe.assign("query", source=doubling_rows(9))
+            recipe.assign("query", source=doubling_rows(9))  # type: ignore[arg-type]
 
     def test_rows_alone_only_validate(self) -> None:
         recipe = Recipe(rm4())
