@@ -1,19 +1,23 @@
 """Official recipes by name.
 
-A family of recipes is a module named by an entry point of the group ``ninferbuild.recipes`` that offers ``RECIPES``,
-a mapping from recipe name to ``f(model, recipe, sources)``. The built-in families are registered that way too.
+A family of recipes is a module that offers ``RECIPES``, a mapping from recipe name to ``f(model, recipe, sources)``.
+Other distributions register theirs as entry points of the group ``ninferbuild.recipes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 if __name__ != "ninferbuild.recipes":
     raise ImportError(f"this package is ninferbuild.recipes; it cannot be imported as {__name__!r}")
 
-__all__ = ["RECIPES", "RecipeFunction"]
+__all__ = ["RECIPES", "RecipeFunction", "RecipeRegistry"]
+
+BUILT_IN = ("ninferbuild.recipes.qwen3_5",)
+"""Families of this distribution; they are found whatever the installed metadata says."""
 
 ENTRY_POINTS = "ninferbuild.recipes"
 
@@ -21,11 +25,16 @@ RecipeFunction = Callable[[Any, Any, Any], Any]
 """``f(model, recipe, sources)``; the return value is ignored."""
 
 
-class _Registry(Mapping[str, RecipeFunction]):
-    """Loads the families when a recipe is first looked up."""
+class RecipeRegistry(Mapping[str, RecipeFunction]):
+    """Recipe name → recipe. Families are imported when a recipe is first looked up, registered ones when it is new."""
 
     @cached_property
-    def _recipes(self) -> dict[str, RecipeFunction]:
+    def _built_in(self) -> dict[str, RecipeFunction]:
+        families = [import_module(name).RECIPES for name in BUILT_IN]
+        return {name: function for family in families for name, function in family.items()}
+
+    @cached_property
+    def _registered(self) -> dict[str, RecipeFunction]:
         from importlib.metadata import entry_points
 
         recipes: dict[str, RecipeFunction] = {}
@@ -39,17 +48,18 @@ class _Registry(Mapping[str, RecipeFunction]):
         return recipes
 
     def __getitem__(self, name: str) -> RecipeFunction:
-        return self._recipes[name]
+        return self._built_in[name] if name in self._built_in else self._registered[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._recipes)
+        yield from self._built_in
+        yield from (name for name in self._registered if name not in self._built_in)
 
     def __len__(self) -> int:
-        return len(self._recipes)
+        return len(self._built_in.keys() | self._registered.keys())
 
     def __repr__(self) -> str:
         return f"<official recipes: {', '.join(self)}>"
 
 
-RECIPES: Mapping[str, RecipeFunction] = _Registry()
+RECIPES: Mapping[str, RecipeFunction] = RecipeRegistry()
 """Name → recipe."""

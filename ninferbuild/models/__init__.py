@@ -1,18 +1,20 @@
 """Architecture adapters: a checkpoint's configuration → logical parameters, packing groups and resources.
 
-An adapter is a module named by an entry point of the group ``ninferbuild.models``; the built-in ones are registered
-that way too. It offers
+An adapter is a module that offers
 
 * ``ARCHITECTURES``: the values of ``architectures[0]`` in ``config.json`` that it handles,
 * ``DEFAULT_COMPONENTS``: what is built when the user selects no components,
 * ``COMPANIONS``: component → whether it needs a named source of its own (true) or may have one (false), and
 * ``build_model(base, *, components, companions, resource_overrides) -> Model``.
+
+Other distributions register theirs as entry points of the group ``ninferbuild.models``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib import import_module
 import os
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from ninferbuild.models.model import Store
 
 __all__ = ["Adapter", "Model", "Parameter", "adapter_for", "build"]
+
+BUILT_IN = ("ninferbuild.models.qwen3_5",)
+"""Adapters of this distribution; they are found whatever the installed metadata says."""
 
 ENTRY_POINTS = "ninferbuild.models"
 
@@ -46,8 +51,15 @@ class Adapter(Protocol):
 
 
 @cache
-def _adapters() -> tuple[dict[str, Adapter], dict[str, Exception]]:
-    """Architecture → adapter, and the registrations that cannot be imported with the reason.
+def _built_in() -> dict[str, Adapter]:
+    """Architecture → adapter of this distribution."""
+    modules = [cast("Adapter", import_module(name)) for name in BUILT_IN]
+    return {architecture: adapter for adapter in modules for architecture in adapter.ARCHITECTURES}
+
+
+@cache
+def _registered() -> tuple[dict[str, Adapter], dict[str, Exception]]:
+    """Architecture → registered adapter, and the registrations that cannot be imported with the reason.
 
     A broken plug-in must not stop the build of a model that another adapter handles.
     """
@@ -77,14 +89,14 @@ def adapter_for(base: Store) -> Adapter:
     name = names[0] if isinstance(names, list) and names else names
     if not isinstance(name, str):
         raise ValueError(f"{base.root / 'config.json'}: names no model architecture (architectures: {names!r})")
-    adapters, broken = _adapters()
-    if name not in adapters:
-        failed = "".join(f"; adapter {entry} cannot be loaded: {error}" for entry, error in broken.items())
-        raise ValueError(
-            f"{base.root / 'config.json'}: unsupported architecture {name}; "
-            f"known: {', '.join(sorted(adapters))}{failed}"
-        )
-    return adapters[name]
+    if name in _built_in():
+        return _built_in()[name]
+    registered, broken = _registered()
+    if name in registered:
+        return registered[name]
+    known = ", ".join(sorted({*_built_in(), *registered}))
+    failed = "".join(f"; adapter {entry} cannot be loaded: {error}" for entry, error in broken.items())
+    raise ValueError(f"{base.root / 'config.json'}: unsupported architecture {name}; known: {known}{failed}")
 
 
 def build(

@@ -20,9 +20,9 @@ OpenFx = Callable[[str], SafetensorsSource]
 
 @pytest.fixture
 def _fresh_registry() -> Iterator[None]:
-    models._adapters.cache_clear()
+    models._registered.cache_clear()
     yield
-    models._adapters.cache_clear()
+    models._registered.cache_clear()
 
 
 def store_with(directory: Path, config: object) -> SafetensorsSource:
@@ -50,18 +50,24 @@ def test_a_config_without_architecture_is_named(tmp_path: Path, config: object) 
 
 
 @pytest.mark.usefixtures("_fresh_registry")
-def test_a_broken_plug_in_harms_only_its_own_models(
+def test_other_distributions_register_adapters(
     open_fx: OpenFx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "other_family.py").write_text("ARCHITECTURES = ('OtherForCausalLM', 'Qwen3_5ForCausalLM')\n")
+    monkeypatch.syspath_prepend(tmp_path)
     registered = [
-        metadata.EntryPoint("other", "a_module_that_is_not_there", models.ENTRY_POINTS),
-        metadata.EntryPoint("qwen3_5", "ninferbuild.models.qwen3_5", models.ENTRY_POINTS),
+        metadata.EntryPoint("broken", "a_module_that_is_not_there", models.ENTRY_POINTS),
+        metadata.EntryPoint("other", "other_family", models.ENTRY_POINTS),
     ]
     monkeypatch.setattr(metadata, "entry_points", lambda *, group: registered)
-    assert models.build(open_fx("dense")).parameters
-    store = store_with(tmp_path / "m", {"architectures": ["OtherForCausalLM"]})
-    with pytest.raises(ValueError, match="adapter other cannot be loaded"):
-        models.build(store)
+    other = store_with(tmp_path / "other", {"architectures": ["OtherForCausalLM"]})
+    assert getattr(models.adapter_for(other), "__name__", None) == "other_family"
+    assert models.adapter_for(open_fx("alt")) is qwen3_5
+    unknown = store_with(tmp_path / "unknown", {"architectures": ["NewForCausalLM"]})
+    with pytest.raises(
+        ValueError, match=r"known: OtherForCausalLM, Qwen.*; adapter broken cannot be loaded: No module"
+    ):
+        models.build(unknown)
 
 
 def test_companions_come_from_the_named_sources(open_fx: OpenFx, fx_root: Path) -> None:
