@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fixtures import fx
 import pytest
+import torch
 
 from ninferbuild import models
 from ninferbuild.plan import PlannedRecipe, plan_parents
@@ -136,6 +137,47 @@ def test_directory_members(run: Run, configure: Callable[..., Recipe], fx_root: 
     assert digest(uses) == run.uses
     assert len(recipe.model.parameters) == run.parameters
     assert len(recipe.model.resources) + len(planned.parents) + len(auxiliaries) == run.objects
+
+
+STORED_AS_THEY_ARE = {
+    "A": {
+        "text/final_norm": "3f78134503989608",
+        "text/layers/0/gdn/a_log": "b2dccfcf8232a8e8",
+        "text/layers/2/gdn/dt_bias": "e88c8c556417dbac",
+        "text/layers/0/gdn/convolution": "791df4d62e3cd14c",
+        "text/layers/1/gdn/b_projection": "891f42d54b01dbea",
+        "mtp/hidden_norm": "1f7a55a15be61040",
+        "vision/position_embedding": "12f37d36b3de3b54",
+        "vision/merger/fc1_bias": "73452fe3674ee975",
+        "dflash2/layers/0/attention_conv/base_kernel": "7f387a75137aa4b3",
+        "dflash2/layers/1/mlp_conv/kernel_projection": "edf4d68aae12d2b2",
+        "dflash2/candidate_selector/successor_codebook": "39018ecc49a6691d",
+        "proposal/token_ids": "d07f9f8024a58d03",
+    },
+    "C": {
+        "text/layers/3/attention/output": "7ebbf5b3899d3074",
+        "text/layers/0/gdn/a_projection": "a6af6199dc18b661",
+    },
+    "D": {
+        "text/final_norm": "d6637bd39177ba4e",
+        "text/layers/0/input_norm": "2e26e4c5853c9d8c",
+        "text/layers/0/gdn/a_log": "bbaac401625f2245",
+        "text/layers/0/gdn/convolution": "66dee8352f3362e0",
+    },
+}
+"""Run → parameters in a direct format → first digits of the SHA-256 of their objects, which are their values."""
+
+
+@pytest.mark.parametrize("run", STORED_AS_THEY_ARE)
+def test_values_of_direct_objects(run: str, configure: Callable[..., Recipe], fx_root: Path) -> None:
+    chosen = RUNS[run]
+    recipe = configure(chosen.recipe, chosen.base, chosen.components, chosen.sources)
+    if chosen.proposal:
+        add_official_proposal(recipe, ranking=fx_root / "rank.i64", rows=6)
+    for name, expected in STORED_AS_THEY_ARE[run].items():
+        values = recipe.selections[name][0].source.values()
+        stored = values.contiguous().view(torch.uint8).numpy().tobytes()
+        assert sha256(stored).hexdigest()[:16] == expected, name
 
 
 def test_formats_of_a_dense_run(configure: Callable[..., Recipe], fx_root: Path) -> None:
