@@ -18,7 +18,7 @@ import torch
 
 from ninferbuild.artifact.codecs import fp8_row
 from ninferbuild.rules.error_flags import ErrorFlags
-from ninferbuild.rules.tiles import row_tiles
+from ninferbuild.rules.tiles import bfloat16_maxima, row_tiles
 
 E4M3FN_MAX = 448.0
 
@@ -63,12 +63,10 @@ def e4m3fn_words(values: torch.Tensor) -> torch.Tensor:
 def quantize_rows(rows: torch.Tensor, errors: ErrorFlags) -> RowScaledFp8Words:
     """Quantise floating rows ``[r, K]`` where they are."""
     exact = rows if rows.dtype == torch.bfloat16 else rows.to(torch.float32).to(torch.bfloat16)
-    values = exact.to(torch.float32)
-    work = torch.abs(values)
-    maxima = work.amax(dim=-1)
+    maxima = bfloat16_maxima(exact)
     scales, reciprocals = row_scales(maxima, errors)
-    torch.mul(values, reciprocals[:, None], out=work)
-    codes = e4m3fn_words(work.clamp_(-E4M3FN_MAX, E4M3FN_MAX))
+    products = exact.to(torch.float32).mul_(reciprocals[:, None])
+    codes = e4m3fn_words(products.clamp_(-E4M3FN_MAX, E4M3FN_MAX))
     zero = maxima == 0
     if zero.device.type != "cpu" or bool(zero.any()):
         codes.masked_fill_(zero[:, None], 0)  # -0 would keep its sign

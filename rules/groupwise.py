@@ -22,7 +22,7 @@ from ninferbuild.artifact.formats import QuantFormat, get_format
 from ninferbuild.artifact.layouts import K_ALIGNMENT, align_up, row_split_geometry
 from ninferbuild.rules.devices import pick_device
 from ninferbuild.rules.error_flags import ErrorFlags
-from ninferbuild.rules.tiles import row_tiles
+from ninferbuild.rules.tiles import bfloat16_maxima, row_tiles
 
 __all__ = ["QuantizedMatrix", "encode_matrix", "pick_device", "quantize_matrix", "quantize_rows"]
 
@@ -83,21 +83,26 @@ def quantize_rows(
     """Quantise floating rows ``[r, K]`` where they are. With ``scratch`` the codes last until its next use."""
     count, columns = rows.shape
     padded = align_up(columns, K_ALIGNMENT)
+    size, shape = count * padded, (count, padded // format.group_size, format.group_size)
     scratch = scratch or Scratch(count, padded, rows.device)
-    shape = (count, padded // format.group_size, format.group_size)
+    work = scratch.work[:size].view(shape)
     if rows.dtype == torch.float32 and columns == padded:
         values = rows.reshape(shape)
     else:
-        values = scratch.values[: count * padded].view(count, padded)
-        values[:, :columns].copy_(rows)
-        values[:, columns:].zero_()
-        values = values.view(shape)
-    work = scratch.work[: count * padded].view(shape)
-    maxima = torch.abs(values, out=work).amax(dim=-1)
+        values = scratch.values[:size].view(shape)
+        flat = values.view(count, padded)
+        flat[:, :columns].copy_(rows)
+        flat[:, columns:].zero_()
+    if rows.dtype == torch.bfloat16 and columns == padded:
+        words = scratch.work.view(torch.int16)[:size].view(shape)
+        maxima = bfloat16_maxima(rows.reshape(shape), words)
+        work = values  # the product replaces its factor: less memory to go through
+    else:
+        maxima = torch.abs(values, out=work).amax(dim=-1)
     scales, reciprocals = group_scales(maxima, format.qmax, errors)
     torch.mul(values, reciprocals[..., None], out=work)
     work.round_().clamp_(format.qmin, format.qmax)
-    codes = scratch.codes[: count * padded].view(shape)
+    codes = scratch.codes[:size].view(shape)
     codes.copy_(work)
     return QuantizedMatrix(codes, scales)
 
