@@ -69,7 +69,7 @@ def array_text(value: np.ndarray[Any, Any]) -> str:
 
     strides = "" if value.flags.c_contiguous else f" strides {value.strides}"
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return f"array {dtype_text(value.dtype)} {value.shape}{strides} {digest_of(memoryview(data)).hex()}"
+    return f"array {dtype_text(value.dtype)} {value.shape}{strides} {digest_of(data.data).hex()}"
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
@@ -95,7 +95,7 @@ def tensor_text(value: torch.Tensor) -> str:
     if detached.is_conj() or detached.is_neg():
         detached = detached.resolve_conj().resolve_neg()
     data = detached.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    content = digest_of(memoryview(data)).hex()
+    content = digest_of(data.data).hex()
     return f"tensor {value.dtype} {tuple(value.shape)}{strides} {value.device.type}{flags} {content}"
 
 

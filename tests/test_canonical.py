@@ -10,7 +10,8 @@ import subprocess
 import sys
 from types import MappingProxyType
 
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_distinct_values_have_distinct_texts() -> None:
     ("one", "other"),
     [
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ({"x": {"a": (1,), "b": [2]}}, {"x": dict([("b", [2]), ("a", (1,))])}),
+        ({"x": {"a": (1,), "b": [2]}}, {"x": {"b": [2], "a": (1,)}}),
         ({1, 2, 3}, {3, 2, 1}),
         (MappingProxyType({"a": 1}), {"a": 1}),
         (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).copy()),
