@@ -497,6 +497,36 @@ class TestNvfp4:
             nvfp4.swizzle_nvfp4_scales(scales[:64])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+class TestDevices:
+    @pytest.mark.parametrize("name", OBJECTS)
+    def test_grouped(self, name, patterns):
+        codes, scales = patterns.grouped(name)
+        pieces = row_split.pack_rows(codes.cuda(), scales.cuda(), name)
+        for piece, expected in zip(pieces, row_split.pack_rows(codes, scales, name), strict=True):
+            assert piece.is_cuda
+            assert torch.equal(piece.cpu(), expected)
+        assert not any(flag.item() for flag, _ in row_split.word_faults(codes.cuda(), scales.cuda(), name))
+        payload = row_split.encode_row_split(codes.cuda(), scales.cuda(), name, (3, 130))
+        values = row_split.dequantize_row_split(payload, name, (3, 130), "cuda", dtype=torch.float32)
+        assert sha(values.cpu()) == OBJECTS[name][3]
+
+    def test_fp8(self, patterns):
+        codes, scales = (tensor.cuda() for tensor in patterns.fp8())
+        payload = fp8_row.encode_fp8_row_scaled(codes, scales, (4, 100))
+        assert payload == fp8_row.encode_fp8_row_scaled(codes.cpu(), scales.cpu(), (4, 100))
+        values = fp8_row.dequantize_fp8_row_scaled(payload, (4, 100), "cuda", dtype=torch.float32)
+        assert torch.equal(values.cpu(), fp8_row.dequantize_fp8_row_scaled(payload, (4, 100), dtype=torch.float32))
+
+    def test_nvfp4(self, patterns):
+        codes, scales = (tensor.cuda() for tensor in patterns.nvfp4(256, 128))
+        word = struct.pack("<f", 448)
+        payload = nvfp4.encode_nvfp4(codes, scales, word, (256, 128))
+        assert payload == nvfp4.encode_nvfp4(codes.cpu(), scales.cpu(), word, (256, 128))
+        values = nvfp4.dequantize_nvfp4(payload, (256, 128), device="cuda", dtype=torch.float32)
+        assert torch.equal(values.cpu(), nvfp4.dequantize_nvfp4(payload, (256, 128), dtype=torch.float32))
+
+
 class TestPayloads:
     def test_tensors_and_buffers_decode_alike(self, patterns):
         payload = fp8_row.encode_fp8_row_scaled(*patterns.fp8(), (4, 100))
