@@ -17,6 +17,7 @@ import xxhash
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher, combine
+from ninferbuild.manifest import declares_content
 from ninferbuild.rules.rule import ErrorFlags, Rule
 from ninferbuild.sources.decoding import EncodedStream, ValueStream, open_encoded, open_values
 from ninferbuild.sources.logical import EncodedRows, concatenate_encoded
@@ -151,7 +152,7 @@ class InputReader:
             if described is None:
                 opaque = _OpaqueRows if self.encoded else _OpaqueValues
                 self._streams.append(opaque(item, self._observer(hashers, 0)))
-                if item.source.fingerprint is not None or item.source.files is not None:
+                if declares_content(item.source):
                     hashers = []
             else:
                 opened = open_encoded if self.encoded else open_values

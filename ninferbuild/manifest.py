@@ -23,6 +23,7 @@ from ninferbuild.sources.description import DECODER_VERSIONS, Description
 
 if TYPE_CHECKING:
     from ninferbuild.plan import Parent
+    from ninferbuild.sources.logical import LogicalSource
 
 MANIFEST_VERSION = 1
 """Part of every manifest; changes when the text changes for unchanged inputs."""
@@ -99,7 +100,7 @@ def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
         described = item.source.description
         if described is None:
             lines.append(f"{name}: {_shape(item.source.shape)} read by a function")
-            if item.source.fingerprint is None and item.source.files is None:
+            if not declares_content(item.source):
                 slots.append(Slot(f"{name}.values", f"{prod(item.source.shape)} values"))
         else:
             _described(name, described, lines, slots)
@@ -108,6 +109,11 @@ def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
                 lines.append(f"{name}.input_divisor: {divisor.hex()}")
     lines += extra
     return Template(tuple(lines), tuple(slots))
+
+
+def declares_content(source: LogicalSource) -> bool:
+    """Whether a source with a reader of its own says what stands for its values when keys are made."""
+    return source.fingerprint is not None or source.files is not None
 
 
 def _described(name: str, described: Description, lines: list[str], slots: list[Slot]) -> None:

@@ -153,14 +153,16 @@ def _cache_for_planning(target: Target, stack: ExitStack, hash_sources: bool) ->
 
 def _prepare_for_planning(session: Session) -> None:
     """Call users' methods whose auxiliaries no record holds: sizes depend on them."""
-    from ninferbuild.user_actions import Lookups  # imported here: only recipes with own methods need it
+    unknown = [action for action in session.actions if action.parent.rule is None and action.record is None]
+    if not unknown:
+        return
+    from ninferbuild.user_actions import Lookups  # most recipes have no methods of their own
 
-    for action in session.actions:
-        if action.parent.rule is None and action.record is None:
-            device = str(session.device())
-            request = Lookups(action.parent).watch(action.parent.request, device)
-            prepared = prepare_user_method(replace(action.parent, request=request), device)
-            session.auxiliaries[id(action)] = prepared.auxiliaries
+    for action in unknown:
+        device = str(session.device())
+        request = Lookups(action.parent).watch(action.parent.request, device)
+        prepared = prepare_user_method(replace(action.parent, request=request), device)
+        session.auxiliaries[id(action)] = prepared.auxiliaries
 
 
 def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any]]:

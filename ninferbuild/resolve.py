@@ -99,12 +99,10 @@ class Resolver:
 
     def actions(self, parents: Iterable[Parent]) -> list[Action]:
         """Parents as actions: those that would do the same to the same bytes become one."""
-        from ninferbuild.user_actions import is_user_action, user_lines
-
         found: dict[bytes, Action] = {}
         for parent in parents:
-            user = is_user_action(parent)
-            lines, reasons = user_lines(parent, self._device) if user else ((), [])
+            user = runs_user_code(parent)
+            lines, reasons = _user_lines(parent, self._device) if user else ([], [])
             if reasons:
                 # No later build may take this for the same action.
                 lines = [*lines, f"uncacheable: {os.urandom(16).hex()}"]
@@ -203,13 +201,26 @@ class Resolver:
         ]
 
 
+def runs_user_code(parent: Parent) -> bool:
+    """Whether a user's function decides the bytes: a method, or a reader whose values are not hashed."""
+    return parent.rule is None or any(
+        item.source.description is None and manifest.declares_content(item.source) for item in parent.request.inputs
+    )
+
+
+def _user_lines(parent: Parent, device: Device) -> tuple[list[str], list[Reason]]:
+    from ninferbuild.user_actions import user_lines  # most builds run no user's function
+
+    return user_lines(parent, device)
+
+
 def _slot_regions(parent: Parent) -> tuple[Region | None, ...]:
     regions: list[Region | None] = []
     for item in parent.request.inputs:
         described = item.source.description
         if described is not None:
             regions += [part.region for part in described.parts]
-        elif item.source.fingerprint is None and item.source.files is None:
+        elif not manifest.declares_content(item.source):
             regions.append(None)
     return tuple(regions)
 

@@ -21,6 +21,7 @@ from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.cache import Dep
 from ninferbuild.canonical import canonical
 from ninferbuild.fingerprint import Reason, digest_dep, fingerprint
+from ninferbuild.manifest import declares_content
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PrepareRequest
 
 if TYPE_CHECKING:
@@ -33,17 +34,6 @@ TORCH_THREADS = 4
 
 LOOKUP = "lookup:"
 """Prefix of a dependency that is no file but something looked up in the request."""
-
-
-def is_user_action(parent: Parent) -> bool:
-    """Whether a user's function decides the bytes: a method, or a reader whose values are not hashed."""
-    return parent.rule is None or any(
-        item.source.description is None and _declares(item.source) for item in parent.request.inputs
-    )
-
-
-def _declares(source: Any) -> bool:
-    return source.fingerprint is not None or source.files is not None
 
 
 def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list[str], list[Reason]]:
@@ -68,7 +58,7 @@ def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list
     for index, item in enumerate(request.inputs):
         name = f"input.{index:05}"
         source = item.source
-        if source.description is None and _declares(source):
+        if source.description is None and declares_content(source):
             for role in ("read_values", "read_encoded"):
                 if (function := getattr(source, role)) is not None:
                     add(f"{name}.{role}", function)
