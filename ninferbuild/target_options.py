@@ -36,7 +36,7 @@ def read_sets(sets: Sequence[str], origin: Origin) -> tuple[dict[str, Any], dict
         changes = merge(changes, tree)
     cache = changes.pop("cache", {})
     if not isinstance(cache, Mapping):
-        raise (origin / "cache").error("must be a table; set cache.dir, cache.max_size or cache.trust_stat")
+        raise (origin / "cache").error("must be a table; set one of its keys, such as cache.max_size")
     read_table(changes, TARGET_KEYS, origin)
     read_table(cache, CACHE_KEYS, origin / "cache")
     return changes, dict(cache)
