@@ -1,11 +1,12 @@
 """Decoders of stored rows: registry and implementations. A change of decoded bits needs a new version in
 :data:`ninferbuild.sources.description.DECODER_VERSIONS`.
+
+The arithmetic is numpy's, on one thread: actions already run side by side, and tiles are too small to share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-import struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,7 +58,7 @@ E2M1_PAIRS = _e2m1_pair_table()
 
 def _has_nan_word(codes: torch.Tensor) -> bool:
     """Whether E4M3FN words contain 0x7F or 0xFF."""
-    return bool(codes.numel()) and int(codes.bitwise_and(0x7F).max()) == 0x7F
+    return bool(codes.numel()) and bool((codes.numpy() & 0x7F).max() == 0x7F)
 
 
 def _tiles(rows: int, columns: int) -> Iterator[slice]:
@@ -91,24 +92,26 @@ class Nvfp4:
         divisor = description.word("weight_divisor")
         assert divisor is not None
         self._word = divisor
-        self._divisor = torch.tensor(struct.unpack("<f", divisor)[0], dtype=torch.float32)
+        self._divisor = np.frombuffer(divisor, dtype="<f4")[0]
         self._scales_name = description.parts[1].name
 
     def _check(self, scales: torch.Tensor) -> None:
-        if scales.numel() and int(scales.max()) > 0x7E:
+        if scales.numel() and scales.numpy().max() > 0x7E:
             raise ValueError(f"{self._scales_name}: expected nonnegative finite E4M3FN scales")
 
     def decode(self, parts: list[torch.Tensor], out: torch.Tensor) -> None:
         codes, scales = parts
         self._check(scales)
         rows, columns = out.shape
-        groups = torch.empty(scales.shape, dtype=torch.float32)
-        _look_up(E4M3FN, scales, groups.numpy())
+        groups = np.empty(scales.shape, dtype=np.float32)
+        _look_up(E4M3FN, scales, groups)
         for tile in _tiles(rows, columns):
-            values = out[tile]
-            _look_up(E2M1_PAIRS, codes[tile], values.numpy().view(np.complex64))
-            values.view(-1, columns // GROUP, GROUP).mul_(groups[tile].unsqueeze(-1))
-            values.div_(self._divisor)
+            values = out[tile].numpy()
+            _look_up(E2M1_PAIRS, codes[tile], values.view(np.complex64))
+            by_group = values.reshape(-1, GROUP)
+            np.multiply(by_group, groups[tile].reshape(-1, 1), out=by_group)
+            with np.errstate(over="ignore"):  # a tiny divisor makes infinities, which the encoder refuses
+                np.divide(values, self._divisor, out=values)
 
     def encoded(self, parts: list[torch.Tensor]) -> EncodedRows:
         codes, scales = parts
@@ -146,10 +149,11 @@ class Fp8Row:
         return scales
 
     def decode(self, parts: list[torch.Tensor], out: torch.Tensor) -> None:
-        scales = self._scales(parts).to(torch.float32).unsqueeze(1)
+        scales = self._scales(parts).to(torch.float32).unsqueeze(1).numpy()
         for tile in _tiles(*out.shape):
-            _look_up(E4M3FN, parts[0][tile], out[tile].numpy())
-            out[tile].mul_(scales[tile])
+            values = out[tile].numpy()
+            _look_up(E4M3FN, parts[0][tile], values)
+            np.multiply(values, scales[tile], out=values)
 
     def encoded(self, parts: list[torch.Tensor]) -> EncodedRows:
         return EncodedRows("fp8_e4m3fn_row_bf16", parts[0], self._scales(parts).contiguous())
@@ -165,16 +169,16 @@ class Fp8Block:
         assert word is not None
         self._scale_dtype = torch_dtype(word.decode())
         self._blocks = -(-description.shape[1] // BLOCK)
-        self._entries = torch.cat(
-            [torch.arange(begin, end) // BLOCK for begin, end in description.positions] or [torch.empty(0).long()]
+        self._entries = np.concatenate(
+            [np.arange(begin, end) // BLOCK for begin, end in description.positions] or [np.empty(0, np.int64)]
         )
         self._row = 0
 
     def decode(self, parts: list[torch.Tensor], out: torch.Tensor) -> None:
         codes, stored = parts
         rows, columns = out.shape
-        table = stored.view(self._scale_dtype).view(-1, self._blocks).to(torch.float32)
-        if not bool((torch.isfinite(table) & (table >= 0)).all()):
+        table = stored.view(self._scale_dtype).view(-1, self._blocks).to(torch.float32).numpy()
+        if not (np.isfinite(table) & (table >= 0)).all():
             raise ValueError(f"{self._scales_name}: block scales must be finite and nonnegative")
         if _has_nan_word(codes):
             raise ValueError(f"{self._codes_name}: block FP8 weight codes must be finite")
@@ -182,14 +186,16 @@ class Fp8Block:
         self._row += rows
         full = columns // BLOCK * BLOCK
         for tile in _tiles(rows, columns):
-            values = out[tile]
-            _look_up(E4M3FN, codes[tile], values.numpy())
+            values = out[tile].numpy()
+            _look_up(E4M3FN, codes[tile], values)
             scales = table[entries[tile]]
-            for first in range(0, full, BLOCK):
-                values[:, first : first + BLOCK].mul_(scales[:, first // BLOCK].unsqueeze(1))
-            if full < columns:
-                values[:, full:].mul_(scales[:, -1:])
-            if not bool(torch.isfinite(values).all()):
+            with np.errstate(over="ignore"):
+                for first in range(0, full, BLOCK):
+                    block = values[:, first : first + BLOCK]
+                    np.multiply(block, scales[:, first // BLOCK, None], out=block)
+                if full < columns:
+                    np.multiply(values[:, full:], scales[:, -1:], out=values[:, full:])
+            if not np.isfinite(values).all():
                 raise ValueError(f"{self._codes_name}: decoded FP8 values overflow FP32")
 
     def encoded(self, parts: list[torch.Tensor]) -> EncodedRows:

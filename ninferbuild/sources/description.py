@@ -6,7 +6,7 @@ the same description and its bytes into tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -73,8 +73,10 @@ class Description:
     def __post_init__(self) -> None:
         if not self.stored_shape and not self.steps:
             object.__setattr__(self, "stored_shape", self.shape)
-        if not self.positions and self.stored_shape and any(part.rows > 1 for part in self.parts):
-            object.__setattr__(self, "positions", ((0, self.stored_shape[0]),))
+        if not self.positions and self.stored_shape:
+            for part in self.parts:
+                if part.rows > 1:
+                    object.__setattr__(self, "positions", ((0, self.stored_shape[0]),))
 
     def word(self, name: str) -> bytes | None:
         """The scalar ``name`` found in the file, or None."""
@@ -88,8 +90,10 @@ class Description:
         """
         if not self.shape:
             raise ValueError("a scalar has no rows to select")
-        if any(not 0 <= begin <= end <= self.shape[0] for begin, end in ranges):
-            raise ValueError(f"selected rows lie outside {self.shape[0]} rows")
+        height = self.shape[0]
+        for begin, end in ranges:
+            if not 0 <= begin <= end <= height:
+                raise ValueError(f"selected rows [{begin}, {end}) lie outside {height} rows")
         ranges = coalesce(ranges)
         shape = (sum(end - begin for begin, end in ranges), *self.shape[1:])
         if self.steps:
@@ -98,12 +102,14 @@ class Description:
         parts = []
         for part in self.parts:
             if not part.table:
-                wanted: Iterable[Range] = [(begin * part.row_bytes, end * part.row_bytes) for begin, end in ranges]
-                part = replace(part, region=part.region.select(wanted))
+                wanted = [(begin * part.row_bytes, end * part.row_bytes) for begin, end in ranges]
+                part = Part(part.role, part.region.select(wanted), part.row_bytes, name=part.name)
             elif part.rows > 1:
                 part, positions = _select_entries(part, self.positions, ranges)
             parts.append(part)
-        return replace(self, shape=shape, stored_shape=shape, parts=tuple(parts), positions=positions)
+        return Description(  # many thousands of these are made, and `replace` takes several times as long
+            shape, self.dtype, self.decoder, tuple(parts), self.words, (), self.encoding, shape, positions
+        )
 
     def transpose(self, axes: tuple[int, ...], shape: tuple[int, ...]) -> Description:
         """The whole source with its axes permuted and then reshaped to ``shape``.
@@ -158,7 +164,7 @@ def _select_entries(
             newest = last - 1
             base = start * part.rows + begin % part.rows
             selected.append((base, base + end - begin))
-    region = part.region.select((begin * part.row_bytes, end * part.row_bytes) for begin, end in coalesce(entries))
+    region = part.region.select([(begin * part.row_bytes, end * part.row_bytes) for begin, end in coalesce(entries)])
     return replace(part, region=region), coalesce(selected)
 
 

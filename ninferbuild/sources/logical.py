@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LogicalSource:
     """A tensor that can be read in pieces.
 
@@ -333,4 +333,4 @@ def _rows_of(
 
 def _describe_rows(reader: StoredReader, ranges: tuple[Range, ...], encoded: bool) -> Description:
     description = reader.describe().select_rows(ranges)
-    return description if encoded else replace(description, encoding=None)
+    return description if encoded or description.encoding is None else replace(description, encoding=None)

@@ -5,7 +5,7 @@ Nothing here imports torch or reads weight payloads on its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -73,6 +73,8 @@ class Region:
     @property
     def length(self) -> int:
         """Bytes of the region."""
+        if len(self.spans) == 1:
+            return self.spans[0].end - self.spans[0].begin
         return self._positions().length
 
     def _positions(self) -> Concatenation:
@@ -82,24 +84,28 @@ class Region:
             object.__setattr__(self, "_index", index)
         return index
 
-    def select(self, ranges: Iterable[Range]) -> Region:
+    def select(self, ranges: Sequence[Range]) -> Region:
         """The sub-region of the byte ranges ``ranges`` of this region, in their order; repeats are allowed.
 
         Raises:
             ValueError: a range lies outside the region.
         """
-        return Region.of(piece for begin, end in ranges for piece in self._slice(begin, end))
-
-    def _slice(self, begin: int, end: int) -> Iterator[Span]:
-        positions = self._positions()
-        if len(self.spans) == 1:  # by far the commonest: rows of one tensor
-            span = self.spans[0]
-            if not 0 <= begin <= end <= positions.length:
-                raise ValueError(f"bytes [{begin}, {end}) lie outside a region of {positions.length} bytes")
-            yield Span(span.file, span.begin + begin, span.begin + end)
-            return
-        for index, first, last in positions.pieces(begin, end):
-            yield Span(self.spans[index].file, first, last)
+        if len(self.spans) != 1:
+            pieces = self._positions().pieces
+            return Region.of(
+                Span(self.spans[index].file, first, last)
+                for begin, end in ranges
+                for index, first, last in pieces(begin, end)
+            )
+        (span,) = self.spans  # by far the commonest: rows of one tensor
+        base, length = span.begin, span.end - span.begin
+        for begin, end in ranges:
+            if not 0 <= begin <= end <= length:
+                raise ValueError(f"bytes [{begin}, {end}) lie outside a region of {length} bytes")
+        if len(ranges) == 1:
+            begin, end = ranges[0]
+            return Region((Span(span.file, base + begin, base + end),) if begin < end else ())
+        return Region.of([Span(span.file, base + begin, base + end) for begin, end in ranges])
 
 
 class RegionReader:

@@ -60,10 +60,13 @@ class SafetensorsFile(CheckpointFile):
             FileNotFoundError: there is no such file.
             ValueError: the header is truncated or corrupt.
         """
-        with self._header_lock:
-            if self._header is None:
-                self._header = self._read_header()
-            return self._header
+        header = self._header  # set once, after everything that belongs to it
+        if header is None:
+            with self._header_lock:
+                if self._header is None:
+                    self._header = self._read_header()
+                header = self._header
+        return header
 
     def _read_header(self) -> dict[str, Entry]:
         size = self.size
@@ -91,7 +94,8 @@ class SafetensorsFile(CheckpointFile):
     @property
     def data_offset(self) -> int:
         """Offset of the data section in the file."""
-        _ = self.header
+        if self._header is None:
+            _ = self.header
         return self._data_offset
 
 
@@ -191,7 +195,8 @@ class SafetensorsSource:
                 f"{file.path}: byte count disagrees for {name!r}: "
                 f"{end - begin} bytes do not hold {entry.dtype}{entry.shape}"
             )
-        region = Region.of([Span(file, file.data_offset + begin, file.data_offset + end)])
+        start = file.data_offset
+        region = Region((Span(file, start + begin, start + end),) if begin < end else ())
         part = Part("values", region, prod(entry.shape[1:]) * word, name=name)
         return Description(shape=entry.shape, dtype=entry.dtype, decoder="plain", parts=(part,))
 
