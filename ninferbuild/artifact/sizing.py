@@ -13,6 +13,7 @@ from ninferbuild.artifact.layouts import align_up
 from ninferbuild.artifact.primitives import ArtifactError, check_id, check_positive
 
 _MEMBERS = ("components", "objects", "bindings", "uses", "metadata", "provenance")
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 _DEFAULTS: dict[str, Any] = {"uses": [], "metadata": {}, "provenance": {}}
 
 
@@ -101,6 +102,8 @@ def _snapshot(value: Any) -> Any:
     Raises:
         ArtifactError: two members of one object have the same name in JSON, or a name that JSON cannot have.
     """
+    if type(value) in _SCALARS:
+        return value
     if isinstance(value, dict):
         copy = {name if isinstance(name, str) else _name(name): _snapshot(item) for name, item in value.items()}
         if len(copy) != len(value):

@@ -231,22 +231,23 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_anywhere_is_accepted_or_refused(demo_value, data):
     """Replaces some node of a valid directory by an arbitrary value."""
     value = copy.deepcopy(demo_value)
     parent, key = {"root": value}, "root"
-    while isinstance(parent[key], dict | list) and parent[key] and data.draw(st.booleans() | st.just(True)):
+    while isinstance(parent[key], dict | list) and parent[key] and data.draw(st.integers(0, 4)):
         parent = parent[key]
         key = data.draw(st.sampled_from(sorted(parent) if isinstance(parent, dict) else range(len(parent))))
     parent[key] = data.draw(JSON_VALUES)
+    message = ""
     try:
-        directory = parse_directory(value)
-        for item in directory.objects:
+        for item in parse_directory(value).objects:
             validate_encoding(item)
     except ArtifactError as error:
-        assert "\n" not in str(error)
+        message = str(error)
+    assert len(message.splitlines()) <= 1
 
 
 class TestText:
@@ -300,6 +301,7 @@ class TestText:
         with pytest.raises(ArtifactError):
             encode_directory({"components": value})
 
+    @settings(deadline=None)
     @given(
         st.recursive(
             st.none()
@@ -425,6 +427,7 @@ class TestSizing:
         assert segments(100_000_000_000, limit) == [capacity] * 3 + [4_000_012_288]
         assert segments(100_000_000_000, None) == [100_000_000_000]
 
+    @settings(deadline=None)
     @given(
         size=st.integers(1, 400_000),
         limit=st.integers(12_288, 100_000),

@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
@@ -133,6 +133,7 @@ def test_stacked_divisors():
                 layouts.encoded_size(layout, name, shape, 2)
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(NAMES)),
     rows=st.integers(1, 700),

@@ -101,6 +101,7 @@ class TestRanges:
         expected = bytes((7 * i + 3) % 251 for i in range(20000))
         with Artifact(split_set) as artifact:
 
+            @settings(deadline=None)
             @given(st.integers(0, 20000), st.integers(0, 20000), st.integers(1, 9000))
             def check(a, b, chunk):
                 begin, end = min(a, b), max(a, b)
@@ -197,7 +198,7 @@ def small_set(directory: Path) -> Path:
     return path
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -9,7 +9,7 @@ import stat
 import struct
 from threading import Thread
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 import torch
@@ -200,6 +200,7 @@ class TestRegions:
         with Artifact(path) as artifact:
             assert artifact.read_object("r") == data
 
+    @settings(deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=40))
     def test_coverage_is_a_set_of_bytes(self, regions):
         coverage, covered = Coverage(), set()
