@@ -50,11 +50,13 @@ def grouped_format(name: str) -> QuantFormat:
 
 
 def require_floating_matrix(weight: torch.Tensor) -> None:
-    """Raises ``ValueError`` unless ``weight`` has rank 2, ``TypeError`` unless it is floating point."""
+    """Raises ``ValueError`` unless ``weight`` is a matrix with elements, ``TypeError`` unless they are floating point."""
     if weight.ndim != 2:
         raise ValueError(f"grouped quantization requires rank 2, got {tuple(weight.shape)}")
     if not weight.is_floating_point():
         raise TypeError(f"weight must be floating point, got {weight.dtype}")
+    if 0 in weight.shape:
+        raise ValueError(f"grouped quantization requires positive dimensions, got {tuple(weight.shape)}")
 
 
 def group_scales(maxima: torch.Tensor, qmax: int, errors: ErrorFlags) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +149,7 @@ def quantize_matrix(weight: torch.Tensor, format: str, *, device: str | torch.de
         device: where to work and leave the result; None is CUDA if there is one. CUDA falls back to the CPU.
 
     Raises:
-        ValueError: rank other than 2, another format, NaN or infinity, or a scale that overflows binary16.
+        ValueError: rank other than 2, no elements, another format, NaN or infinity, or a scale that overflows binary16.
         TypeError: ``weight`` is not floating point.
     """
     quantized = grouped_format(format)

@@ -240,6 +240,9 @@ def test_refuses_other_targets(harness, format, shape) -> None:
 def test_helper_refuses_other_ranks_and_formats() -> None:
     with pytest.raises(ValueError, match="rank 2"):
         quantize_matrix(torch.ones(128), Q4)
+    for shape in ((0, 128), (3, 0)):
+        with pytest.raises(ValueError, match="positive dimensions"):
+            quantize_matrix(torch.ones(shape), Q4)
     with pytest.raises(ValueError, match="quantized numeric format"):
         quantize_matrix(torch.ones(1, 128), "bf16")
 
