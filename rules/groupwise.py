@@ -50,7 +50,7 @@ def grouped_format(name: str) -> QuantFormat:
 
 
 def require_floating_matrix(weight: torch.Tensor) -> None:
-    """Raises ``ValueError`` unless ``weight`` is a matrix with elements, ``TypeError`` unless they are floating point."""
+    """Raises ``ValueError`` unless ``weight`` is a matrix with elements, ``TypeError`` unless they are floating."""
     if weight.ndim != 2:
         raise ValueError(f"grouped quantization requires rank 2, got {tuple(weight.shape)}")
     if not weight.is_floating_point():
