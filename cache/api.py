@@ -148,10 +148,11 @@ class Cache:
             peek: do not count the lookup as a hit or a miss.
         """
         store = self._open_store
-        found = None
+        found, damaged = None, False
         try:
             with store.index.read() as transaction:
                 found = transaction.get(ACTIONS, key, StoredAction)
+                damaged = found is None and transaction.has(ACTIONS, key)
                 if found is not None and not (
                     key not in store.lost
                     and _manifest(transaction, key) == manifest
@@ -161,6 +162,8 @@ class Cache:
         except lmdb.Error as error:
             store.notices.append(f"cache index {store.index_folder} cannot be read: {error}")
             found = None
+        if damaged:
+            store.drop_record(key)
         if not peek:
             if found is None:
                 store.note_miss()
@@ -169,10 +172,13 @@ class Cache:
         return None if found is None else _public(key, manifest, found)
 
     def _complete(self, transaction: Transaction, blocks: Iterable[tuple[bytes, int]]) -> bool:
-        segments = self._open_store.segments
+        store = self._open_store
         for digest, length in blocks:
             row = transaction.get(BLOCKS, digest, StoredBlock)
-            if row is None or row.length != length or not segments.exists(row.segment):
+            if row is None or row.length != length:
+                return False
+            if not store.segments.exists(row.segment):
+                store.note_missing_segment(row.segment)
                 return False
         return True
 

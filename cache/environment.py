@@ -8,6 +8,7 @@ since; without one the file is walked page by page before the engine may map it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 import os
 from pathlib import Path
 import time
@@ -36,29 +37,43 @@ class Stamp(msgspec.Struct, frozen=True):
 Digest = Callable[[int], bytes]
 
 
-def damage(folder: Path, digest: Digest) -> str | None:
-    """What is wrong with the environment in ``folder``, or None. Nobody else may have it open.
+@dataclass(frozen=True)
+class Health:
+    """What an environment looks like before the engine has touched it.
+
+    Attributes:
+        damage: why the engine must not map it; None when it may.
+        altered: it was closed in order, but its bytes are not those of then: single records may be damaged.
+    """
+
+    damage: str | None = None
+    altered: bool = False
+
+
+def examine(folder: Path, digest: Digest) -> Health:
+    """Look at the environment in ``folder``. Nobody else may have it open.
 
     A folder without a data file, or with an empty one, is sound: its creation was interrupted.
     """
     try:
         descriptor = btree.open_data(folder)
     except FileNotFoundError:
-        return None
+        return Health()
     except OSError as error:
-        return f"data file cannot be read: {error.strerror}"
+        return Health(f"data file cannot be read: {error.strerror}")
     try:
         if os.fstat(descriptor).st_size == 0:
-            return None
+            return Health()
         meta = btree.read_meta(descriptor)
         stamp = _read_stamp(folder)
-        if stamp is not None and stamp.transaction == meta.transaction and stamp.digest == digest(descriptor):
-            return None
+        stamped = stamp is not None and stamp.transaction == meta.transaction
+        if stamp is not None and stamped and stamp.digest == digest(descriptor):
+            return Health()
     except (btree.DamagedError, OSError) as error:
-        return str(error)
+        return Health(str(error))
     finally:
         os.close(descriptor)
-    return walk(folder)
+    return Health(walk(folder), altered=stamped)
 
 
 def walk(folder: Path) -> str | None:

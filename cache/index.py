@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,21 @@ LEASES = b"leases"  # session, number → StoredLease
 RECENCY = b"recency"  # key → Recency
 NUMBERS = b"numbers"  # name → Number
 
-TABLES = (ACTIONS, MANIFESTS, PROBES, DIGESTS, BUILDS, KEYSETS, BLOCKS, LEASES, RECENCY, NUMBERS)
+KINDS: Mapping[bytes, type[Record]] = {
+    ACTIONS: records.StoredAction,
+    MANIFESTS: records.Raw,
+    PROBES: Number,
+    DIGESTS: records.StoredDigest,
+    BUILDS: records.StoredBuild,
+    KEYSETS: records.Raw,
+    BLOCKS: records.StoredBlock,
+    LEASES: records.StoredLease,
+    RECENCY: records.Recency,
+    NUMBERS: Number,
+}
+"""What each table holds."""
+
+TABLES = tuple(KINDS)
 
 LIVE_BYTES = b"live_bytes"
 ACTIVE_SEGMENT = b"active_segment"
@@ -57,6 +71,13 @@ class Transaction:
                 if not key.startswith(prefix):
                     return
                 yield key, records.decode(table, key, stored, kind)
+
+    def bad_rows(self) -> Iterator[tuple[bytes, bytes]]:
+        """(table, key) of every record that fails its check."""
+        for table, kind in KINDS.items():
+            for key, row in self.items(table, kind):
+                if row is None:
+                    yield table, key
 
     def keys(self, table: bytes, prefix: bytes = b"") -> list[bytes]:
         with self._transaction.cursor(db=self._tables[table]) as cursor:

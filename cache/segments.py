@@ -36,7 +36,7 @@ class Segments:
         self._map_size = map_size
         self._read_only = read_only
         self._opened: dict[int, _Opened] = {}
-        self._known = set(self.ids())
+        self._known = {number for number in self.ids() if self.on_disk(number)}
         self._lock = threading.RLock()
 
     def path(self, number: int) -> Path:
@@ -63,11 +63,12 @@ class Segments:
         return self._inode(number) != 0
 
     def _inode(self, number: int) -> int:
-        """Inode of the data file on the disk; 0 when there is none."""
+        """Inode of the data file on the disk; 0 when there is none, or nothing in it yet."""
         try:
-            return (self.path(number) / btree.DATA_FILE).stat().st_ino
+            status = (self.path(number) / btree.DATA_FILE).stat()
         except FileNotFoundError:
             return 0
+        return status.st_ino if status.st_size else 0
 
     @contextmanager
     def _using(self, number: int) -> Iterator[lmdb.Environment]:

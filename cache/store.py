@@ -13,7 +13,7 @@ import time
 
 from ninferbuild.cache import btree
 from ninferbuild.cache import index as tables
-from ninferbuild.cache.environment import damage, set_aside, stamp
+from ninferbuild.cache.environment import STAMP_FILE, examine, set_aside, stamp
 from ninferbuild.cache.index import ACTIONS, LEASES, RECENCY, Index
 from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
 from ninferbuild.cache.records import Recency, StoredAction, StoredBlock, StoredLease
@@ -70,11 +70,13 @@ class Store:
         self._number = 0
         self._pending_leases: dict[bytes, tuple[str, float]] = {}
         self.lost: set[bytes] = set()  # keys found damaged that a read-only cache cannot drop
-        self._touched: dict[bytes, int] = {}
+        self._touched: dict[bytes, tuple[float, int]] = {}  # key → when it was last a hit, hits
         self._saved: dict[bytes, float] = {}
         self._use: FileLock | None = None
         self._session: Session | None = None
+        self._missing_segments: set[int] = set()
         self.after_crash = False
+        self._altered = False  # the index, since it was closed
         try:
             self._open()
         except BaseException:
@@ -135,15 +137,18 @@ class Store:
             self._use = None  # nobody who writes here has ever been here
         if self._use is not None:
             if self._use.exclusive(timeout=0):
-                reason = damage(self.index_folder, btree.file_digest)
-                if reason is not None:
-                    raise CacheError(f"cache index {self.index_folder} is damaged ({reason}); it cannot be read")
+                health = examine(self.index_folder, btree.file_digest)
+                if health.damage is not None:
+                    raise CacheError(f"cache index {self.index_folder} is damaged ({health.damage}); it cannot be read")
             self._use.shared()
         self._open_environments()
 
     def _open_environments(self) -> None:
         self.index = Index(self.index_folder, self.limits.index_map, read_only=self.read_only)
         self.segments = Segments(self.segments_folder, self.limits.segment_map, read_only=self.read_only)
+        if self._altered:
+            self._altered = False
+            self._drop_altered_rows()
         if self.after_crash:
             self._drop_dead_leases()
 
@@ -156,18 +161,49 @@ class Store:
                 shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.root.glob("**/stamp.*.tmp"):
             leftover.unlink(missing_ok=True)
-        reason = damage(self.index_folder, btree.file_digest)
-        if reason is not None:
+        self._tidy_index()
+        for segment in sorted(self.segments_folder.glob("*[0-9]")):
+            if segment.name.isdigit():
+                self._tidy_segment(segment)
+
+    def _tidy_index(self) -> None:
+        health = examine(self.index_folder, btree.file_digest)
+        self._altered = health.altered
+        if health.damage is not None:
             aside = set_aside(self.index_folder)
             shutil.rmtree(self.segments_folder, ignore_errors=True)  # nothing knows any more what its blocks are
-            self.notices.append(f"cache index was damaged ({reason}): set aside as {aside}, the cache starts anew")
-        for segment in sorted(self.segments_folder.glob("*[0-9]")):
-            if segment.name.isdigit() and (reason := damage(segment, btree.tree_digest)) is not None:
-                aside = set_aside(segment)
-                self.notices.append(
-                    f"cache segment {segment.name} was damaged ({reason}): set aside as {aside}, "
-                    "actions with payload in it run again"
-                )
+            self.notices.append(
+                f"cache index was damaged ({health.damage}): set aside as {aside}, the cache starts anew"
+            )
+        elif health.altered:
+            (self.index_folder / STAMP_FILE).unlink(missing_ok=True)
+
+    def _tidy_segment(self, segment: Path) -> None:
+        data = segment / btree.DATA_FILE
+        if not data.exists() or data.stat().st_size == 0:  # its creation was interrupted, or somebody emptied it
+            shutil.rmtree(segment, ignore_errors=True)
+            return
+        health = examine(segment, btree.tree_digest)
+        if health.damage is not None:
+            aside = set_aside(segment)
+            self.notices.append(
+                f"cache segment {segment.name} was damaged ({health.damage}): set aside as {aside}, "
+                "actions with payload in it run again"
+            )
+        elif health.altered:  # the digests of its blocks tell what is wrong
+            (segment / STAMP_FILE).unlink(missing_ok=True)
+
+    def _drop_altered_rows(self) -> None:
+        with self.write_lock:
+            with self.index.read() as transaction:
+                bad = list(transaction.bad_rows())
+            with self.index.write() as transaction:
+                for table, key in bad:
+                    transaction.delete(table, key)
+        if bad:
+            self.notices.append(
+                f"{len(bad)} damaged records of the cache index were dropped; what they held is made again"
+            )
 
     def _drop_dead_leases(self) -> None:
         with self.write_lock, self.index.write() as transaction:
@@ -181,15 +217,15 @@ class Store:
     def note_hit(self, key: bytes, record: StoredAction) -> None:
         """Remember a hit; it is written with the next transaction that has to happen anyway."""
         with self.mutex:
-            if key not in self._touched:
-                self._touched[key] = 0
+            _, count = self._touched.get(key, (0.0, 0))
+            self._touched[key] = (time.time(), count + 1)
+            if not count:
                 for name, amount in (
                     (b"hits", 1.0),
                     (b"saved_bytes", record.length),
                     (b"saved_seconds", record.seconds),
                 ):
                     self._saved[name] = self._saved.get(name, 0.0) + amount
-            self._touched[key] += 1
 
     def note_miss(self) -> None:
         with self.mutex:
@@ -205,10 +241,9 @@ class Store:
         with self.mutex:
             touched, self._touched = self._touched, {}
             saved, self._saved = self._saved, {}
-        now = time.time()
-        for key, count in touched.items():
+        for key, (used, count) in touched.items():
             old = transaction.get(RECENCY, key, Recency)
-            transaction.put(RECENCY, key, Recency(now, count + (old.hits if old else 0)))
+            transaction.put(RECENCY, key, Recency(used, count + (old.hits if old else 0)))
         for name, amount in saved.items():
             transaction.add(name, amount)
 
@@ -258,6 +293,21 @@ class Store:
         return nullcontext() if self.read_only else self.write_lock
 
     # -- damage ----------------------------------------------------------------------------------------------------
+
+    def note_missing_segment(self, number: int) -> None:
+        """Tell, once, that blocks are gone with their segment."""
+        with self.mutex:
+            if number not in self._missing_segments:
+                self._missing_segments.add(number)
+                self.notices.append(f"cache segment {number:04d} is gone; actions with payload in it run again")
+
+    def drop_record(self, key: bytes) -> None:
+        """Forget the record of an action that fails its check."""
+        with self.mutex:
+            self.notices.append(f"the record of cached payload {key.hex()} is damaged; it is made again")
+        if not self.read_only:
+            with suppress(CacheError), self.write_lock, self.index.write() as transaction:
+                transaction.delete(ACTIONS, key)
 
     def drop_damaged(self, key: bytes, digest: bytes, reason: str) -> None:
         """Forget a block that is not what it should be, and the action that needed it."""

@@ -12,43 +12,17 @@ from ninferbuild.cache.environment import walk
 from ninferbuild.cache.index import (
     ACTIONS,
     BLOCKS,
-    BUILDS,
-    DIGESTS,
-    KEYSETS,
-    LEASES,
     LIVE_BYTES,
-    MANIFESTS,
     NUMBERS,
-    PROBES,
-    RECENCY,
 )
 from ninferbuild.cache.records import (
     Number,
-    Raw,
-    Recency,
-    Record,
     StoredAction,
     StoredBlock,
-    StoredBuild,
-    StoredDigest,
-    StoredLease,
 )
 from ninferbuild.cache.store import Store
 from ninferbuild.digest import block_digest
 from ninferbuild.errors import CacheError
-
-_KINDS: dict[bytes, type[Record]] = {
-    ACTIONS: StoredAction,
-    MANIFESTS: Raw,
-    PROBES: Number,
-    DIGESTS: StoredDigest,
-    BUILDS: StoredBuild,
-    KEYSETS: Raw,
-    BLOCKS: StoredBlock,
-    LEASES: StoredLease,
-    RECENCY: Recency,
-    NUMBERS: Number,
-}
 
 
 @dataclass(frozen=True)
@@ -80,19 +54,11 @@ def verify(store: Store, *, repair: bool = False, progress: Callable[[int], None
     A damaged tree cannot be repaired while it is open: the next process that opens the cache alone sets it aside.
     """
     problems = list(_damaged_trees(store))
-    bad_rows: list[tuple[bytes, bytes]] = []
-    blocks: dict[bytes, StoredBlock] = {}
-    actions: dict[bytes, StoredAction] = {}
     with store.index.read() as transaction:
-        for table, kind in _KINDS.items():
-            for key, row in transaction.items(table, kind):
-                if row is None:
-                    bad_rows.append((table, key))
-                    problems.append(f"a record of table {table.decode()} is damaged: {key.hex()}")
-                elif isinstance(row, StoredBlock):
-                    blocks[key] = row
-                elif isinstance(row, StoredAction):
-                    actions[key] = row
+        bad_rows = list(transaction.bad_rows())
+        problems += [f"a record of table {table.decode()} is damaged: {key.hex()}" for table, key in bad_rows]
+        blocks = {key: row for key, row in transaction.items(BLOCKS, StoredBlock) if row is not None}
+        actions = {key: row for key, row in transaction.items(ACTIONS, StoredAction) if row is not None}
         size = int(transaction.number(LIVE_BYTES))
     bad_blocks = _bad_blocks(store, blocks, progress)
     problems += [f"block {digest.hex()}: {reason}" for digest, reason in bad_blocks.items()]
