@@ -12,11 +12,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher, combine
+from ninferbuild.errors import Cancelled
 from ninferbuild.manifest import declares_content
 from ninferbuild.rules.rule import ErrorFlags, Rule
 from ninferbuild.sources.decoding import EncodedStream, ValueStream, open_encoded, open_values
@@ -32,10 +32,6 @@ CHUNK_BYTES = 4 << 20
 
 TILE_ROWS = 128
 """Rows of one scale tile of ``block_scale_k16_m128x4_v1``; its chunks are whole tiles."""
-
-
-class Cancelled(Exception):
-    """The build was interrupted."""
 
 
 class PayloadSink:
@@ -209,17 +205,18 @@ class InputReader:
         return [hasher.digest() for hasher in self._hashers]
 
 
-def hash_inputs(parent: Parent, cancel: threading.Event) -> tuple[list[bytes], int]:
-    """The slots' digests by reading the inputs without encoding, and the bytes read."""
-    reader = InputReader(parent)
-    while left := reader.remaining_in_input():
+def hash_values(item: MethodInput, *, encoded: bool, cancel: threading.Event) -> tuple[bytes, int]:
+    """The digest of what a user's reader gives, and the bytes it gave."""
+    hasher = BlockHasher()
+    stream = (_OpaqueRows if encoded else _OpaqueValues)(item, hasher.update)
+    left = item.source.shape[0] if encoded else prod(item.source.shape)
+    while left:
         if cancel.is_set():
             raise Cancelled
-        if reader.encoded:
-            reader.rows(min(left, 4096))
-        else:
-            reader.values(min(left, CHUNK_BYTES // 2))
-    return reader.digests(), reader.source_bytes
+        count = min(left, 4096 if encoded else CHUNK_BYTES // 2)
+        stream.read(count)
+        left -= count
+    return hasher.digest(), hasher.length
 
 
 def encode(
@@ -293,8 +290,3 @@ def _chunks(rule: Rule, parent: Parent, reader: InputReader, chunk_bytes: int) -
             count = min(count, left)
         yield first, count
         first += count
-
-
-def combined_key(digests: Sequence[bytes]) -> bytes:
-    """One digest of several, in order."""
-    return xxhash.xxh3_128_digest(b"".join(digests))

@@ -33,6 +33,10 @@ class CacheError(NinferbuildError):
     """The cache cannot be used: unwritable, on a network file system, out of space."""
 
 
+class Cancelled(Exception):
+    """The build was interrupted; raised inside running actions."""
+
+
 class PayloadLostError(NinferbuildError):
     """A cached payload failed its check; the action has to run again.
 

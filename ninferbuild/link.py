@@ -7,7 +7,7 @@ the files, and the artifact id is computed from the directory. Two builds of one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 import hashlib
 import os
 from pathlib import Path
@@ -128,14 +128,22 @@ def lay_out(
     directory, text, offset = layout_directory(
         entry_name, description, payload_bytes, max_file_bytes=contents.max_file_bytes
     )
-    return Layout(directory, text, offset, artifact_id_of(directory))
+    return Layout(directory, text, offset, artifact_id_of(text, directory.files))
 
 
-def artifact_id_of(directory: Directory) -> bytes:
-    """The id that an artifact with this directory has: SHA-256 of the directory without part names, 16 bytes."""
-    files = tuple(FileRecord(None, record.payload_bytes) for record in directory.files)
-    text = encode_directory(replace(directory, files=files).to_json())
-    return hashlib.sha256(text).digest()[:ARTIFACT_ID_BYTES]
+def artifact_id_of(text: bytes, files: Sequence[FileRecord]) -> bytes:
+    """The id of an artifact with this directory text: SHA-256 of the text without part names and padding, 16 bytes.
+
+    ``files`` are the directory's; their records end the text.
+    """
+    plain = text.rstrip(b" ")
+    if len(files) > 1:
+        named = encode_directory({"files": [record.to_json() for record in files]})[1:-1]
+        unnamed = encode_directory({"files": [FileRecord(None, record.payload_bytes).to_json() for record in files]})
+        head, found, tail = plain.rpartition(named)
+        if found:
+            plain = head + unnamed[1:-1] + tail
+    return hashlib.sha256(plain).digest()[:ARTIFACT_ID_BYTES]
 
 
 def made_here(path: Path) -> Artifact | None:
@@ -144,11 +152,17 @@ def made_here(path: Path) -> Artifact | None:
         artifact = Artifact(path)
     except (ArtifactError, OSError):
         return None
-    provenance = artifact.directory.provenance
-    if provenance.get("converter") == CONVERTER and artifact_id_of(artifact.directory) == artifact.artifact_id:
-        return artifact
+    if artifact.directory.provenance.get("converter") == CONVERTER:
+        text = _framing(path, artifact.payload_offset)[HEADER.size :]
+        if artifact_id_of(text, artifact.directory.files) == artifact.artifact_id:
+            return artifact
     artifact.close()
     return None
+
+
+def _framing(entry: Path, length: int) -> bytes:
+    with entry.open("rb") as file:
+        return file.read(length)
 
 
 def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Path]:
@@ -197,31 +211,25 @@ def up_to_date(layout: Layout, entry: Path, published: Sequence[FileStat], paylo
 
     Unchanged file times since publication settle it; otherwise the payload is read and its digests are compared.
     """
-    artifact = made_here(entry)
-    if artifact is None:
+    wanted = _header(layout) + layout.text
+    paths = layout.paths(entry)
+    try:
+        if _framing(entry, len(wanted)) != wanted or [path.stat().st_size for path in paths] != layout.lengths():
+            return False
+        return stats_of(paths) == tuple(map(tuple, published)) or _same_payload(entry, payload_digests)
+    except OSError:
         return False
-    with artifact:
-        if artifact.artifact_id != layout.artifact_id or artifact.payload_offset != layout.payload_offset:
-            return False
-        paths = layout.paths(entry)
-        try:
-            if [path.stat().st_size for path in paths] != layout.lengths():
-                return False
-            if artifact.directory.to_json() != layout.directory.to_json():
-                return False
-            return stats_of(paths) == tuple(map(tuple, published)) or _same_payload(artifact, payload_digests)
-        except OSError:
-            return False
 
 
-def _same_payload(artifact: Artifact, payload_digests: Sequence[bytes]) -> bool:
+def _same_payload(entry: Path, payload_digests: Sequence[bytes]) -> bool:
     from ninferbuild.verify import object_digest
 
     try:
-        return all(
-            object_digest(artifact, item.id) == digest
-            for item, digest in zip(artifact.objects, payload_digests, strict=True)
-        )
+        with Artifact(entry) as artifact:
+            return all(
+                object_digest(artifact, item.id) == digest
+                for item, digest in zip(artifact.objects, payload_digests, strict=True)
+            )
     except (ArtifactError, OSError):
         return False
 
@@ -288,8 +296,12 @@ def require_space(directory: Path, needed: int) -> None:
         )
 
 
+def _header(layout: Layout) -> bytes:
+    return HEADER.pack(MAGIC, len(layout.text), layout.artifact_id)
+
+
 def _write_framing(layout: Layout, staged: Sequence[StagedFile]) -> None:
-    staged[0].write(0, HEADER.pack(MAGIC, len(layout.text), layout.artifact_id) + layout.text)
+    staged[0].write(0, _header(layout) + layout.text)
     for index, file in enumerate(staged[1:], 1):
         file.write(0, HEADER.pack(PART_MAGIC, index, layout.artifact_id))
 

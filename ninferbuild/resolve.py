@@ -18,14 +18,15 @@ import xxhash
 from ninferbuild import manifest
 from ninferbuild.cache import ActionRecord, Cache, Writer
 from ninferbuild.device import Device
-from ninferbuild.digest import BlockHasher
+from ninferbuild.hashing import hash_inputs, hash_region
 from ninferbuild.memo import Memo
-from ninferbuild.sources.regions import Region, RegionReader
+from ninferbuild.sources.regions import Region
 
 if TYPE_CHECKING:
     from ninferbuild.fingerprint import Reason
     from ninferbuild.plan import Parent
 
+HASHING_THREADS = min(8, os.cpu_count() or 1)
 SAMPLE_BYTES = 4096
 SAMPLES = 3
 
@@ -95,6 +96,7 @@ class Resolver:
         self._memo = memo
         self._device = device
         self._rerun = rerun
+        self._lock = threading.Lock()
         self.hashed_bytes = 0
 
     def actions(self, parents: Iterable[Parent]) -> list[Action]:
@@ -179,15 +181,14 @@ class Resolver:
         return action.probe
 
     def hash(self, action: Action, cancel: threading.Event) -> None:
-        """Read what is not known of an action's inputs and remember it."""
-        from ninferbuild.encode import hash_inputs
-
+        """Read an action's inputs, set its digests and remember them. Safe from several threads."""
         started = self._memo.now_ns()
-        digests, count = hash_inputs(action.parent, cancel)
+        found = list(hash_inputs(action.parent, cancel))
         self._memo.check_unchanged(action.stored_regions())
-        self.hashed_bytes += count
-        for slot, digest in enumerate(digests):
-            action.digests[slot] = digest
+        digests = [digest for digest, _ in found]
+        action.digests = list(digests)
+        with self._lock:
+            self.hashed_bytes += sum(count for _, count in found)
         rows = self.keepable(action, digests, started)
         if rows and self._writer is not None:
             self._writer.remember(rows)
@@ -229,9 +230,7 @@ def _in_memory(region: Region) -> bytes | None:
     """The digest of a region that lies in memory; None for one that has to be read from a file."""
     if any(span.file.identity() is not None for span in region.spans):
         return None
-    hasher = BlockHasher()
-    RegionReader(region, hasher.update).read_into(memoryview(bytearray(region.length)))
-    return hasher.digest()
+    return hash_region(region)
 
 
 def _opaque_identity(parent: Parent, slot: int) -> bytes:

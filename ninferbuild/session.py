@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from ninferbuild.device import Device
 from ninferbuild.digest import combine
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryValue
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.plan import PlannedRecipe, plan_parents
 from ninferbuild.resolve import Action, Resolver
 
@@ -117,8 +118,11 @@ def open_session(
     target: Target, cache: Cache | None, writer: Writer | None, device: str | None, *, rerun: bool, rehash: bool
 ) -> Iterator[Session]:
     chosen = Device(device if device is not None else target.device)
-    with configured(target) as ready:
-        planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
-        memo = Memo(cache, trust_stat=target.cache.trust_stat, rehash=rehash)
-        resolver = Resolver(cache, memo, device=chosen, writer=writer, rerun=rerun)
-        yield Session(ready, planned, resolver.actions(planned.parents), resolver, memo, chosen)
+    with ExitStack() as stack:
+        with collection_paused():
+            ready = stack.enter_context(configured(target))
+            planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
+            memo = Memo(cache, trust_stat=target.cache.trust_stat, rehash=rehash)
+            resolver = Resolver(cache, memo, device=chosen, writer=writer, rerun=rerun)
+            actions = resolver.actions(planned.parents)
+        yield Session(ready, planned, actions, resolver, memo, chosen)
