@@ -56,7 +56,7 @@ def refuse_network(path: Path) -> None:
     if kind in NETWORK_FILE_SYSTEMS:
         raise CacheError(
             f"cache directory {path} is on a network file system ({kind}), where LMDB loses data; choose a local "
-            "directory with NINFERBUILD_CACHE or [cache] dir"
+            "directory with NINFERBUILD_CACHE or [cache] dir, or set allow_foreign_fs there if only one machine uses it"
         )
 
 

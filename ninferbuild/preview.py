@@ -17,7 +17,7 @@ from ninferbuild.cache import Cache, Writer
 from ninferbuild.configure import configured
 from ninferbuild.plan import plan_parents, prepare_user_method
 from ninferbuild.resolve import State
-from ninferbuild.session import Session, cache_directory, open_cache, open_session
+from ninferbuild.session import Session, open_cache, open_session
 
 if TYPE_CHECKING:
     from ninferbuild.artifact.schema import Directory
@@ -142,7 +142,7 @@ def plan(
 
 def _cache_for_planning(target: Target, stack: ExitStack, hash_sources: bool) -> tuple[Cache | None, Writer | None]:
     """The cache if there is one. Planning makes none, and writes to it only what hashing found."""
-    directory = cache_directory(target)
+    directory = target.cache.directory()
     if not (directory / "index").is_dir():
         return None, None
     if not hash_sources or not os.access(directory, os.W_OK):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ninferbuild import link as linker
-from ninferbuild.cache import ActionRecord, Cache, Writer, default_directory
+from ninferbuild.cache import ActionRecord, Cache, Writer
 from ninferbuild.configure import Configured, configured
 from ninferbuild.device import Device
 from ninferbuild.digest import combine
@@ -25,18 +24,19 @@ if TYPE_CHECKING:
     from ninferbuild.target import Target
 
 
-def cache_directory(target: Target) -> Path:
-    """Where a target's cache is."""
-    return target.cache.dir if target.cache.dir is not None else default_directory()
-
-
 def open_cache(target: Target, *, read_only: bool = False) -> Cache:
     """The cache of a target.
 
     Raises:
         CacheError: it cannot be used.
     """
-    return Cache.open(cache_directory(target), read_only=read_only, max_size=target.cache.max_size)
+    settings = target.cache
+    return Cache.open(
+        settings.directory(),
+        read_only=read_only,
+        max_size=settings.max_size,
+        allow_foreign_fs=settings.allow_foreign_fs,
+    )
 
 
 @dataclass
