@@ -7,6 +7,7 @@ what was encoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 import threading
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher, combine
 from ninferbuild.errors import Cancelled
+from ninferbuild.lanes import lane_for
 from ninferbuild.manifest import declares_content
 from ninferbuild.rules.rule import ErrorFlags, Rule
 from ninferbuild.sources.decoding import EncodedStream, ValueStream, open_encoded, open_values
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from ninferbuild.plan import Parent
 
 CHUNK_BYTES = 4 << 20
-"""Source bytes of one chunk. Small enough that reading, encoding and writing of several actions overlap."""
+"""Source bytes of one chunk on the CPU: small enough to stay in the caches between reading and encoding."""
+
+CUDA_CHUNK_BYTES = 32 << 20
+"""Source bytes of one chunk on a GPU: large enough that launching kernels costs little beside the copies."""
 
 TILE_ROWS = 128
 """Rows of one scale tile of ``block_scale_k16_m128x4_v1``; its chunks are whole tiles."""
@@ -72,7 +77,7 @@ class PayloadSink:
     def _close(self, plane: int) -> None:
         block = self._open[plane]
         assert block is not None
-        self._blocks[plane].append((self._put(memoryview(block)), len(block)))
+        self._blocks[plane].append((self._put(memoryview(block).toreadonly()), len(block)))
         self._done[plane] += len(block)
         self._open[plane], self._filled[plane] = None, 0
 
@@ -178,10 +183,17 @@ class InputReader:
             self._current += 1
         return self._left[self._current]
 
-    def values(self, count: int) -> torch.Tensor:
-        """The next ``count`` elements, 1-D, on the host. Inputs of several types promote as ``torch.cat`` does."""
-        pieces = [stream.read(taken) for stream, taken in self._take(count)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # type: ignore[arg-type,return-value]
+    def values(self, count: int, room: Callable[[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
+        """The next ``count`` elements, 1-D, on the host. Inputs of several types promote as ``torch.cat`` does.
+
+        ``room`` gives the memory to read into when all of them come from one stored tensor.
+        """
+        pieces = list(self._take(count))
+        if len(pieces) == 1:
+            ((stream, taken),) = pieces
+            dtype = getattr(stream, "dtype", None)
+            return stream.read(taken) if dtype is None else stream.read(taken, room(taken, dtype))  # type: ignore[call-arg,return-value]
+        return torch.cat([stream.read(taken) for stream, taken in pieces])  # type: ignore[misc]
 
     def rows(self, count: int) -> EncodedRows:
         """The next ``count`` encoded rows."""
@@ -248,7 +260,10 @@ def encode(
     assert rule is not None
     assert checked is not None
     reader = InputReader(parent)
-    errors = ErrorFlags(device)
+    # Encoded rows are rearranged, not computed with: that is not worth the way to a GPU.
+    where = torch.device("cpu") if reader.encoded else device
+    lane = lane_for(where)
+    errors = ErrorFlags(where)
     told = 0
     for first, count in _chunks(rule, parent, reader, chunk_bytes):
         if cancel.is_set():
@@ -257,16 +272,17 @@ def encode(
         if reader.encoded:
             block = reader.rows(count)
         elif target.format in DIRECT_FORMATS:
-            block = reader.values(count)
+            block = reader.values(count, lane.room)
         else:
-            block = reader.values(count * target.shape[1]).view(count, target.shape[1])
-        if isinstance(block, torch.Tensor) and device.type != "cpu":
-            block = block.to(device, non_blocking=True)
-        for index, plane in enumerate(rule.encode(block, target, checked, first, device, errors)):
-            if plane.numel():
-                sink.append(index, host_memory(plane))
+            block = reader.values(count * target.shape[1], lane.room).view(count, target.shape[1])
+        lane.run(
+            block,
+            partial(rule.encode, target=target, checked=checked, first_row=first, device=where, errors=errors),
+            sink.append,
+        )
         advance(reader.source_bytes - told)
         told = reader.source_bytes
+    lane.finish(sink.append)
     errors.raise_if_any()
     return reader.digests(), reader.source_bytes
 

@@ -20,7 +20,7 @@ from ninferbuild.artifact.layouts import planes as planes_of
 from ninferbuild.artifact.tensor_output import TensorOutput
 from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
 from ninferbuild.device import Device
-from ninferbuild.encode import CHUNK_BYTES, PayloadSink, encode
+from ninferbuild.encode import CHUNK_BYTES, CUDA_CHUNK_BYTES, PayloadSink, encode
 from ninferbuild.errors import NinferbuildError, SourceChangedError
 from ninferbuild.fingerprint import digest_dep, recording
 from ninferbuild.memo import Memo
@@ -53,6 +53,7 @@ class Executor:
     Attributes:
         advance: told source bytes as they are encoded.
         target: identity of the target, kept with each result.
+        threads: torch's threads within one action.
     """
 
     cache: Cache
@@ -63,6 +64,7 @@ class Executor:
     target: str
     advance: Callable[[int], None]
     cancel: threading.Event
+    threads: int = 1
     source_bytes: int = 0
     executed: set[bytes] = field(default_factory=set)
     seconds: dict[bytes, float] = field(default_factory=dict)
@@ -93,6 +95,8 @@ class Executor:
             SourceChangedError: a file changed while it was read, or since its digest was remembered.
             CacheError: the cache cannot take the payload.
         """
+        # Actions run side by side: one thread each is worth more than many threads for one action at a time.
+        torch.set_num_threads(self.threads)
         started, began = self.memo.now_ns(), time.perf_counter()
         try:
             record = self._user(action) if action.parent.rule is None else self._built_in(action, started)
@@ -126,7 +130,7 @@ class Executor:
 
     def _encode(self, parent: Parent) -> tuple[tuple[tuple[bytes, int], ...], bytes, list[bytes], int]:
         target = parent.request.target
-        chunk = CHUNK_BYTES
+        chunk = CUDA_CHUNK_BYTES if self.device().type == "cuda" else CHUNK_BYTES
         if parent.request.rows_per_chunk != 512 and len(target.shape) == 2:
             chunk = max(1, parent.request.rows_per_chunk * target.shape[1] * 2)
         while True:

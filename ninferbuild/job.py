@@ -181,6 +181,7 @@ class Job:
             target=self.target.identity,
             advance=self.progress.advance,
             cancel=self.cancel,
+            threads=max(1, (os.cpu_count() or 1) // self._workers()),
         )
 
     def _workers(self) -> int:

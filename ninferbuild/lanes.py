@@ -1,0 +1,101 @@
+"""Lanes: the way of one worker's blocks to the device and of the encoded bytes back.
+
+On the CPU a block is encoded where it was read. On CUDA a lane has a stream of its own and keeps a few blocks in
+flight, so that reading, copying, encoding and copying back overlap and the host waits for nothing but finished bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ninferbuild.artifact.codecs.buffers import host_memory
+from ninferbuild.sources.encoded import EncodedRows
+
+Block = torch.Tensor | EncodedRows
+Encode = Callable[[Block], Sequence[torch.Tensor]]
+Deliver = Callable[[int, memoryview], None]
+"""Takes the next bytes of one plane."""
+
+BLOCKS_IN_FLIGHT = 2
+"""Blocks that a CUDA lane has given to the device and not yet taken back."""
+
+
+class Lane(Protocol):
+    """Serves one action at a time, from one thread."""
+
+    def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D host tensor of ``count`` elements to read the next block into."""
+
+    def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
+        """Encode a block; deliver its planes, or those of an earlier block, in order."""
+
+    def finish(self, deliver: Deliver) -> None:
+        """Deliver what is still in flight."""
+
+
+class HostLane:
+    """Encodes on the CPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        # One buffer serves all blocks: its planes are copied out before the next block is read.
+        size = count * dtype.itemsize
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer[:size].view(dtype)
+
+    def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
+        for index, plane in enumerate(encode(block)):
+            if plane.numel():
+                deliver(index, host_memory(plane))
+
+    def finish(self, deliver: Deliver) -> None:
+        return
+
+
+class CudaLane:
+    """Encodes on one GPU, in a stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._flying: deque[tuple[torch.cuda.Event, list[torch.Tensor], Block]] = deque()
+
+    def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, pin_memory=True)
+
+    def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
+        with torch.cuda.stream(self._stream):
+            here = block.to(self._device, non_blocking=True) if isinstance(block, torch.Tensor) else block
+            landed = []
+            for plane in encode(here):
+                host = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
+                landed.append(host.copy_(plane, non_blocking=True))
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        # The block is kept until its copy has been made.
+        self._flying.append((event, landed, block))
+        if len(self._flying) > BLOCKS_IN_FLIGHT:
+            self._land(deliver)
+
+    def _land(self, deliver: Deliver) -> None:
+        event, planes, _ = self._flying.popleft()
+        event.synchronize()
+        for index, plane in enumerate(planes):
+            if plane.numel():
+                deliver(index, host_memory(plane))
+
+    def finish(self, deliver: Deliver) -> None:
+        while self._flying:
+            self._land(deliver)
+
+
+def lane_for(device: torch.device) -> Lane:
+    """A lane of its own for one action."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()
