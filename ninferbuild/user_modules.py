@@ -24,9 +24,7 @@ class SourceOnlyLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        with _reading_source():
-            text = self.get_data(path)
-        code: CodeType = self.source_to_code(text, path)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
         return code
 
     def exec_module(self, module: ModuleType) -> None:
@@ -35,21 +33,6 @@ class SourceOnlyLoader(SourceFileLoader):
 
 
 _imported: set[str] = set()
-_thread = threading.local()
-
-
-@contextmanager
-def _reading_source() -> Iterator[None]:
-    _thread.reading = getattr(_thread, "reading", 0) + 1
-    try:
-        yield
-    finally:
-        _thread.reading -= 1
-
-
-def is_reading_source() -> bool:
-    """Whether this thread is reading the text of a module just now (which is no data file of a function)."""
-    return getattr(_thread, "reading", 0) > 0
 
 
 class _UserModuleFinder(MetaPathFinder):
