@@ -1,11 +1,127 @@
-"""Digests of what an artifact file holds."""
+"""Verifying an artifact without its checkpoint: files, directory, every word, padding, digests.
+
+Everything is read once, in blocks of 8 MiB. What a digest covers and what is checked are the same bytes.
+"""
 
 from __future__ import annotations
 
-from ninferbuild.artifact.layouts import planes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ninferbuild.artifact.findings import DEFAULT_LIMIT, Finding, Findings
+from ninferbuild.artifact.framing import HEADER, entry_header
+from ninferbuild.artifact.layouts import align_up, get_layout, planes
 from ninferbuild.artifact.reader import Artifact
-from ninferbuild.artifact.schema import TensorObject
+from ninferbuild.artifact.roles import check_auxiliaries
+from ninferbuild.artifact.schema import ArtifactError, ArtifactObject, TensorObject
+from ninferbuild.artifact.shards import Segment, check_files
+from ninferbuild.artifact.validity import WordRules, rules_of
 from ninferbuild.digest import BLOCK_BYTES, block_digest, combine
+from ninferbuild.expected import Expected, compare
+from ninferbuild.link import CONVERTER, artifact_id_of
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What verifying an artifact found.
+
+    Attributes:
+        artifact_id: None if the entry cannot be opened.
+        files: names of the files of the set, entry first.
+        objects, payload_bytes: as the directory declares them.
+        unchecked: objects that could not be read whole, because a file is missing or their encoding is unusable.
+        against: the file it was compared with.
+        findings: what is wrong, at most a given number for each object or file.
+        more: object id or file name → findings that are not among them.
+        invalid, different: number of all findings of either sort.
+    """
+
+    path: Path
+    artifact_id: bytes | None
+    files: tuple[str, ...]
+    objects: int
+    payload_bytes: int
+    unchecked: int
+    against: Path | None
+    findings: tuple[Finding, ...]
+    more: dict[str, int]
+    invalid: int
+    different: int
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the artifact is invalid, else 3 if it differs from what it was compared with, else 0."""
+        return 1 if self.invalid else 3 if self.different else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as a JSON object."""
+        return {
+            "artifact": str(self.path),
+            "artifact_id": None if self.artifact_id is None else self.artifact_id.hex(),
+            "files": list(self.files),
+            "objects": self.objects,
+            "payload_bytes": self.payload_bytes,
+            "unchecked": self.unchecked,
+            "against": None if self.against is None else str(self.against),
+            "valid": not self.invalid,
+            "equal": None if self.against is None else not self.different,
+            "invalid": self.invalid,
+            "different": self.different,
+            "findings": [finding.to_json() for finding in self.findings],
+            "more": self.more,
+        }
+
+
+def verify(
+    path: Path,
+    *,
+    against: Expected | None = None,
+    limit: int = DEFAULT_LIMIT,
+    observe: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Check every rule that an artifact can be held to without its checkpoint.
+
+    Args:
+        path: the entry.
+        against: what the artifact is meant to be.
+        limit: findings that are kept for one object or file.
+        observe: called with (payload bytes done, payload bytes in all).
+
+    Raises:
+        OSError: a file cannot be opened or read; a part that is missing is a finding.
+    """
+    findings = Findings(limit)
+    source = None if against is None else against.path
+    try:
+        artifact = Artifact(path)
+    except ArtifactError as error:
+        findings.add(Finding(str(error).removeprefix(f"{path}: "), file=path.name))
+        return Verification(path, None, (path.name,), 0, 0, 0, source, findings.kept(), {}, 1, 0)
+    with artifact:
+        segments = check_files(artifact, findings)
+        digests = _check_payload(artifact, segments, findings, observe)
+        check_auxiliaries(artifact, findings, lambda begin, end: _readable(segments, begin, end))
+        _check_identity(artifact, digests, findings)
+        if against is not None:
+            compare(against, artifact, segments, digests, findings)
+        return Verification(
+            path,
+            artifact.artifact_id,
+            tuple(segment.path.name for segment in segments),
+            len(artifact.objects),
+            artifact.payload_bytes,
+            len(artifact.objects) - len(digests),
+            source,
+            findings.kept(),
+            findings.more(),
+            findings.invalid,
+            findings.different,
+        )
 
 
 def object_digest(artifact: Artifact, object_id: str) -> bytes:
@@ -18,16 +134,136 @@ def object_digest(artifact: Artifact, object_id: str) -> bytes:
         OSError: a part is missing or unreadable.
     """
     item = artifact.object(object_id)
+    return combine(block.digest for block in _blocks(artifact, item, range(len(_extents(item)))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One digest block: ``data`` starts at byte ``begin`` of plane number ``plane``."""
+
+    plane: int
+    begin: int
+    data: bytes
+    digest: bytes
+
+
+def _extents(item: ArtifactObject) -> list[int]:
+    """Bytes of each plane with the padding behind it."""
     if isinstance(item, TensorObject):
-        extents = [plane.extent for plane in planes(item.layout, item.format, item.shape, item.divisors)]
-    else:
-        extents = [item.bytes]
-    digests = []
-    offset = item.offset
-    for extent in extents:
-        end = offset + extent
-        while offset < end:
-            length = min(BLOCK_BYTES, end - offset)
-            digests.append(block_digest(artifact.read_range(offset, length)))
-            offset += length
-    return combine(digests)
+        return [plane.extent for plane in planes(item.layout, item.format, item.shape, item.divisors)]
+    return [item.bytes]
+
+
+def _blocks(artifact: Artifact, item: ArtifactObject, order: Sequence[int]) -> Iterator[_Block]:
+    extents = _extents(item)
+    for plane in order:
+        start = item.offset + sum(extents[:plane])
+        for begin in range(0, extents[plane], BLOCK_BYTES):
+            length = min(BLOCK_BYTES, extents[plane] - begin)
+            data = artifact.read_range(start + begin, length)
+            yield _Block(plane, begin, data, block_digest(data))
+
+
+def _ahead(blocks: Iterator[_Block], reader: ThreadPoolExecutor) -> Iterator[_Block]:
+    """The blocks, each read and hashed by ``reader`` while the one before it is checked."""
+    coming = reader.submit(next, blocks, None)
+    while (block := coming.result()) is not None:
+        coming = reader.submit(next, blocks, None)
+        yield block
+
+
+def _check_payload(
+    artifact: Artifact, segments: Sequence[Segment], findings: Findings, observe: Callable[[int, int], None] | None
+) -> dict[str, bytes]:
+    """Check all objects and what lies between them; the digests of the objects that could be read whole."""
+    digests = {}
+    made_here = artifact.directory.provenance.get("converter") == CONVERTER
+    end = 0
+    with ThreadPoolExecutor(1, "verify-read") as reader:
+        for item in artifact.objects:
+            if item.offset > end and (made_here or item.offset == align_up(end, _alignment(item))):
+                _check_gap(artifact, segments, end, item.offset, findings)
+            end = item.offset + item.bytes
+            try:
+                artifact.object(item.id)
+                if _readable(segments, item.offset, end):
+                    digests[item.id] = _check_object(artifact, item, findings, reader)
+            except ArtifactError as error:
+                problem = str(error).removeprefix(f"object {item.id!r}: ")
+                findings.add(Finding(problem, object=item.id))
+            if observe is not None:
+                observe(end, artifact.payload_bytes)
+    if made_here and end < artifact.payload_bytes:
+        _check_gap(artifact, segments, end, artifact.payload_bytes, findings)
+    return digests
+
+
+def _alignment(item: ArtifactObject) -> int:
+    if not isinstance(item, TensorObject):
+        return 1
+    try:
+        return get_layout(item.layout).alignment
+    except ValueError:  # an unknown layout; reported with the object
+        return 1
+
+
+def _readable(segments: Sequence[Segment], begin: int, end: int) -> bool:
+    return all(segment.readable for segment in segments if segment.begin < end and begin < segment.end)
+
+
+def _check_object(artifact: Artifact, item: ArtifactObject, findings: Findings, reader: ThreadPoolExecutor) -> bytes:
+    """Check the words and padding of one object; its digest."""
+    rules = rules_of(item, findings) if isinstance(item, TensorObject) else None
+    digests: list[list[bytes]] = [[] for _ in _extents(item)]
+    blocks = _blocks(artifact, item, range(1) if rules is None else rules.reading_order)
+    for block in _ahead(blocks, reader) if item.bytes > BLOCK_BYTES else blocks:
+        digests[block.plane].append(block.digest)
+        if rules is not None:
+            _check_block(rules, block, findings)
+    return combine(digest for plane in digests for digest in plane)
+
+
+def _check_block(rules: WordRules, block: _Block, findings: Findings) -> None:
+    plane = rules.planes[block.plane]
+    data = np.frombuffer(block.data, np.uint8)
+    words, padding = np.split(data, [plane.bytes - block.begin])
+    rules.check(block.plane, block.begin, words)
+    if padding.any():
+        place = plane.offset + plane.bytes + int(np.flatnonzero(padding)[0])
+        problem = f"padding after plane {rules.names[block.plane]} is not zero"
+        findings.add(Finding(problem, object=rules.item.id, offset=place))
+
+
+def _check_gap(artifact: Artifact, segments: Sequence[Segment], begin: int, end: int, findings: Findings) -> None:
+    """Check that the payload bytes ``[begin, end)``, which belong to no object, are zero."""
+    if not _readable(segments, begin, end):
+        return
+    place = begin
+    for data in artifact.iter_range(begin, end - begin):
+        used = data.lstrip(b"\0")
+        if used:
+            place += len(data) - len(used)
+            findings.add(Finding("payload between objects is not zero", offset=place))
+            return
+        place += len(data)
+
+
+def _check_identity(artifact: Artifact, digests: Mapping[str, bytes], findings: Findings) -> None:
+    """Check what an artifact made by ninferbuild says about itself: its id and the root digest of its payloads."""
+    provenance = artifact.directory.provenance
+    if provenance.get("converter") != CONVERTER:
+        return
+    computed = artifact_id_of(_directory_text(artifact), artifact.directory.files).hex()
+    if computed != artifact.artifact_id.hex():
+        findings.add(Finding(f"artifact id {artifact.artifact_id.hex()}, but the directory gives {computed}"))
+    if len(digests) == len(artifact.objects):
+        root = combine(digests[item.id] for item in artifact.objects).hex()
+        if root != provenance.get("payload"):
+            findings.add(Finding(f"provenance.payload is {provenance.get('payload')!r}, but the payloads give {root}"))
+
+
+def _directory_text(artifact: Artifact) -> bytes:
+    """The directory as it stands in the entry, with the white space around it."""
+    with artifact.path.open("rb") as entry:
+        json_bytes, _ = entry_header(entry.read(HEADER.size))
+        return entry.read(json_bytes)

@@ -20,6 +20,7 @@ COMMANDS = {
     "params": "params",
     "list": "list_",
     "inspect": "inspect",
+    "verify": "verify",
     "init": "init",
     "cache": "cache",
 }
