@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ninferbuild import link as linker
 from ninferbuild.errors import PayloadLostError
+from ninferbuild.history import Explainer
 from ninferbuild.job import BuildResult, Job
 from ninferbuild.preview import BuildPlan, PlannedAction, parameters, plan
 from ninferbuild.progress import Progress, QuietProgress
@@ -38,6 +39,7 @@ def build(
     rehash: bool = False,
     keep_going: bool = False,
     jobs: int | None = None,
+    explain: bool = False,
     progress: Progress | None = None,
 ) -> BuildResult:
     """Build a target: encode what the cache does not hold, and link the artifact unless it is up to date.
@@ -50,6 +52,7 @@ def build(
         rehash: read sources again instead of trusting remembered digests.
         keep_going: after a failure, run what does not depend on it; nothing is linked then.
         jobs: actions at a time; None lets the device decide.
+        explain: say why actions run, as notes to ``progress`` and in the result.
         progress: receives what happens.
 
     Raises:
@@ -71,7 +74,10 @@ def build(
         for kind, path in session.memo.distrusted.items():
             shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")
         job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began)
-        job.execute()
+        if explain:
+            job.explained_execute(Explainer(cache, target.identity, rerun=rerun))
+        else:
+            job.execute()
         if not link:
             job.record(None, ())
             return job.result(None, False)

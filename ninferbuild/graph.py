@@ -1,4 +1,4 @@
-"""The action graph, and a scheduler that knows nothing about models.
+"""Graphs of tasks, and a scheduler that knows nothing about models.
 
 A graph is a ``networkx.DiGraph`` whose nodes are task names and whose edges point from what is needed to what needs
 it. A node's ``task`` attribute is a :class:`Task`; a task without ``run`` is a fact that others depend on (a source).
@@ -11,12 +11,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 import heapq
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import networkx
-
-Kind = Literal["source", "encode", "resource", "auxiliary", "link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class Task:
 
     Attributes:
         name: unique in the graph.
-        kind: what the node stands for; the scheduler does not look at it.
+        kind, subject: what the node stands for; the scheduler does not look at them.
         needs: names of the tasks that come first.
         run: does the work in a worker thread; None when there is nothing to do.
         cost: bytes of input. Among ready tasks the costliest starts first, so that the last worker is not left alone
@@ -33,32 +31,38 @@ class Task:
     """
 
     name: str
-    kind: Kind
+    kind: str
     needs: tuple[str, ...] = ()
     run: Callable[[], object] | None = None
     cost: int = 0
+    subject: object = None
 
 
 def graph_of(tasks: Iterable[Task]) -> networkx.DiGraph:
     """The graph of ``tasks``.
+
+    Tasks that come after what they need are by far the fastest: such a list cannot hold a circle.
 
     Raises:
         ValueError: two tasks have one name, a task needs an unknown one, or they need each other in a circle.
     """
     import networkx
 
-    graph = networkx.DiGraph()
-    listed = list(tasks)
-    for task in listed:
-        if task.name in graph:
+    by_name: dict[str, Task] = {}
+    ordered = True
+    for task in tasks:
+        if task.name in by_name:
             raise ValueError(f"two tasks are called {task.name!r}")
-        graph.add_node(task.name, task=task, kind=task.kind)
-    for task in listed:
+        ordered = ordered and all(need in by_name for need in task.needs)
+        by_name[task.name] = task
+    graph = networkx.DiGraph()
+    graph.add_nodes_from((name, {"task": task, "kind": task.kind}) for name, task in by_name.items())
+    for task in by_name.values():
         for need in task.needs:
-            if need not in graph:
+            if not ordered and need not in by_name:
                 raise ValueError(f"task {task.name!r} needs {need!r}, which is not in the graph")
-            graph.add_edge(need, task.name)
-    if not networkx.is_directed_acyclic_graph(graph):
+        graph.add_edges_from((need, task.name) for need in task.needs)
+    if not ordered and not networkx.is_directed_acyclic_graph(graph):
         circle = " → ".join(edge[0] for edge in networkx.find_cycle(graph))
         raise ValueError(f"tasks need each other in a circle: {circle}")
     return graph

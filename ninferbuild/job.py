@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ninferbuild import graph as graphs
 from ninferbuild import link as linker
+from ninferbuild.action_graph import action_graph
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
 from ninferbuild.errors import CacheError, NinferbuildError
+from ninferbuild.history import Explainer, Explanation, parents_table, text_lines
 from ninferbuild.progress import Progress, action_line
 from ninferbuild.report import encode_report, make_report, report_path
 from ninferbuild.resolve import Action
@@ -36,6 +38,7 @@ class BuildResult:
         total, executed, cached: encode actions; one shared with an earlier action counts as cached.
         source_bytes_read: bytes read from sources, whether to encode or to hash.
         up_to_date: the files were already what would have been written, and were left alone.
+        explanations: why actions ran; None unless that was asked for.
     """
 
     target: Target
@@ -49,9 +52,12 @@ class BuildResult:
     source_bytes_read: int
     seconds: float
     up_to_date: bool
+    explanations: tuple[Explanation, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON values."""
+        explained = self.explanations
+        more = {} if explained is None else {"explain": [explanation.to_json() for explanation in explained]}
         return {
             "target": self.target.name,
             "out": str(self.out) if self.out is not None else None,
@@ -60,6 +66,7 @@ class BuildResult:
             "actions": {"total": self.total, "executed": self.executed, "cached": self.cached},
             "source_bytes_read": self.source_bytes_read,
             "seconds": round(self.seconds, 3),
+            **more,
         }
 
 
@@ -90,7 +97,9 @@ class Job:
         self.prepared_at = began
         self.executed: set[int] = set()
         self.source_bytes = 0
+        self.explanations: tuple[Explanation, ...] | None = None
         self._executor: Executor | None = None
+        self._contents: linker.Contents | None = None
 
     @property
     def target(self) -> Target:
@@ -101,6 +110,18 @@ class Job:
         for action in self.session.actions:
             if action.record is not None and action.record.key == key:
                 action.record, action.state = None, "run"
+
+    def explained_execute(self, explainer: Explainer) -> None:
+        """:meth:`execute`, saying before why actions run, and afterwards what only reading their sources could tell."""
+        missing = [action for action in self.session.actions if action.record is None]
+        before = explainer.explain(missing)
+        for line in text_lines(before) if before else ["no action runs: every payload is cached"]:
+            self.progress.note(line)
+        self.execute()
+        after = explainer.settled(before, missing)
+        for line in text_lines([new for old, new in zip(before, after, strict=True) if old != new]):
+            self.progress.note(line)
+        self.explanations = tuple(after)
 
     def execute(self) -> None:
         """Run every action that has no record."""
@@ -146,17 +167,11 @@ class Job:
                 self.progress.action(order[id(parent)], len(order), _line(parent), "cached")
                 self.progress.done(order[id(parent)], "cached")
 
-        tasks = [
-            graphs.Task(
-                name=action.parent.target.id,
-                kind="encode",
-                run=lambda action=action: run(action),  # type: ignore[misc]
-                cost=max(action.source_bytes, 1),
-            )
-            for action in missing
-        ]
+        # What the directory cannot hold is refused before anything is encoded.
+        self._contents = self.session.contents()
+        graph = action_graph(self.session, self._contents, run)
         try:
-            graphs.run(graphs.graph_of(tasks), workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
+            graphs.run(graph, workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
         except graphs.Failures as failed:
             self.writer.flush()
             self._raise(failed)
@@ -217,7 +232,7 @@ class Job:
     def link(self, overwrite: bool) -> BuildResult:
         """Link, unless the output is up to date."""
         session, target = self.session, self.target
-        contents, records = session.contents(), self.records()
+        contents, records = self._contents or session.contents(), self.records()
         digests = linker.payload_digests(contents, records)
         layout = linker.lay_out(
             contents, target.out.name, payload_digests=digests, source_digests=session.source_digests()
@@ -275,7 +290,7 @@ class Job:
                 time=time.time(),
                 out=os.path.realpath(self.target.out) if layout is not None else "",
                 files=files,
-                extra={"names": [parent.names[0] for parent in self.session.planned.parents]},
+                extra=parents_table(self.session.planned.parents),
             )
         )
 
@@ -296,6 +311,7 @@ class Job:
             source_bytes_read=self.source_bytes + self.session.resolver.hashed_bytes,
             seconds=time.perf_counter() - self.began,
             up_to_date=up_to_date,
+            explanations=self.explanations,
         )
 
 

@@ -56,6 +56,14 @@ class Template:
         filled = (f"{slot.line}: {slot.amount} {d.hex()}" for slot, d in zip(self.slots, digests, strict=True))
         return _text((*self.lines, *filled))
 
+    def fill_known(self, digests: Sequence[bytes | None]) -> str:
+        """The text with the digests that are known, and byte counts alone in place of the others."""
+        filled = (
+            f"{slot.line}: {slot.amount}" + (f" {digest.hex()}" if digest is not None else "")
+            for slot, digest in zip(self.slots, digests, strict=True)
+        )
+        return _text((*self.lines, *filled))
+
     def stem(self) -> str:
         """The text with byte counts in place of digests."""
         return _text((*self.lines, *(f"{slot.line}: {slot.amount}" for slot in self.slots)))
@@ -132,8 +140,12 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def parse(manifest: str) -> dict[str, str]:
-    """A manifest's facts by name."""
-    return dict(line.split(": ", 1) for line in manifest.splitlines())
+    """A manifest's facts by name; several facts of one name are one, separated by semicolons."""
+    facts: dict[str, str] = {}
+    for line in manifest.rstrip("\n").split("\n"):
+        name, _, value = line.partition(": ")
+        facts[name] = f"{facts[name]}; {value}" if name in facts else value
+    return facts
 
 
 def difference(old: str, new: str) -> list[tuple[str, str | None, str | None]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 import os
@@ -15,11 +15,14 @@ from ninferbuild import link as linker
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import Cache, Writer
 from ninferbuild.configure import configured
+from ninferbuild.history import Explainer, Explanation
 from ninferbuild.plan import plan_parents, prepare_user_method
 from ninferbuild.resolve import State
 from ninferbuild.session import Session, open_cache, open_session
 
 if TYPE_CHECKING:
+    import networkx
+
     from ninferbuild.artifact.schema import Directory
     from ninferbuild.plan import Parent
     from ninferbuild.target import Target
@@ -53,6 +56,7 @@ class BuildPlan:
         directory: the artifact's directory as it would be written; ``provenance`` is final only once payloads exist.
         formats: format → (objects, payload bytes), weights and auxiliaries.
         file_sizes: (path, bytes) of each file, entry first.
+        explanations: why actions would run; None unless that was asked for.
     """
 
     target: Target
@@ -61,6 +65,7 @@ class BuildPlan:
     payload_bytes: int
     file_sizes: tuple[tuple[Path, int], ...]
     formats: Mapping[str, tuple[int, int]]
+    explanations: tuple[Explanation, ...] | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -68,6 +73,8 @@ class BuildPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""
+        explained = self.explanations
+        more = {} if explained is None else {"explain": [explanation.to_json() for explanation in explained]}
         return {
             "target": self.target.name,
             "out": str(self.target.out),
@@ -76,6 +83,7 @@ class BuildPlan:
             "payload_bytes": self.payload_bytes,
             "file_bytes": self.file_bytes,
             "files": [{"path": str(path), "bytes": size} for path, size in self.file_sizes],
+            **more,
         }
 
 
@@ -85,21 +93,22 @@ def plan(
     hash_sources: bool = False,
     device: str | None = None,
     rehash: bool = False,
+    explain: bool = False,
 ) -> BuildPlan:
     """What :func:`build` would do, from headers alone.
 
     Args:
         hash_sources: read sources where that is needed to tell whether an action is cached.
+        explain: say why actions would run.
 
     Raises:
         as :func:`build`, as far as nothing has to be encoded to find out.
     """
-    cancel = threading.Event()
-    with ExitStack() as stack:
-        cache, writer = _cache_for_planning(target, stack, hash_sources)
-        session = stack.enter_context(open_session(target, cache, writer, device, rerun=False, rehash=rehash))
-        session.resolver.look_up(session.actions, hash_sources=hash_sources, cancel=cancel)
-        _prepare_for_planning(session)
+    with previewed(target, hash_sources=hash_sources, device=device, rehash=rehash) as (session, cache):
+        explanations = None
+        if explain:
+            running = [action for action in session.actions if action.record is None]
+            explanations = tuple(Explainer(cache, target.identity).explain(running))
         contents = session.contents()
         layout = linker.lay_out(
             contents, target.out.name, payload_digests=None, source_digests=session.source_digests()
@@ -137,7 +146,33 @@ def plan(
             layout.directory.payload_bytes,
             tuple(zip(layout.paths(target.out), layout.lengths(), strict=True)),
             formats,
+            explanations,
         )
+
+
+@contextmanager
+def previewed(
+    target: Target, *, hash_sources: bool = False, device: str | None = None, rehash: bool = False
+) -> Iterator[tuple[Session, Cache | None]]:
+    """The session of a target that is looked at and not built, its actions looked up, with the cache if there is one.
+
+    Args:
+        hash_sources: read sources where that is needed to tell whether an action is cached.
+    """
+    with ExitStack() as stack:
+        cache, writer = _cache_for_planning(target, stack, hash_sources)
+        session = stack.enter_context(open_session(target, cache, writer, device, rerun=False, rehash=rehash))
+        session.resolver.look_up(session.actions, hash_sources=hash_sources, cancel=threading.Event())
+        _prepare_for_planning(session)
+        yield session, cache
+
+
+def graph(target: Target, *, device: str | None = None) -> networkx.DiGraph:
+    """The graph of a target's actions, each with its state: see :mod:`ninferbuild.action_graph`."""
+    from ninferbuild.action_graph import action_graph
+
+    with previewed(target, device=device) as (session, _):
+        return action_graph(session, session.contents())
 
 
 def _cache_for_planning(target: Target, stack: ExitStack, hash_sources: bool) -> tuple[Cache | None, Writer | None]:

@@ -72,6 +72,10 @@ class Action:
     def stored_regions(self) -> list[Region]:
         return [region for region in self.regions if region is not None]
 
+    def is_known(self) -> bool:
+        """Whether the digests of all slots are known."""
+        return all(digest is not None for digest in self.digests)
+
     def settle(self, digests: Sequence[bytes]) -> str:
         """Set the key from the digests of all slots; the manifest text."""
         self.digests = list(digests)
@@ -132,7 +136,7 @@ class Resolver:
         """
         self._recall(actions)
         for action in actions:
-            if all(digest is not None for digest in action.digests):
+            if action.is_known():
                 self._find(action)
             elif action.uncacheable or self._rerun or self._cache is None or not self._possible(action):
                 action.state = "run"

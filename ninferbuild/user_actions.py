@@ -175,17 +175,22 @@ def lookup_digest(what: str, parent: Parent) -> bytes | None:
 
 def still_holds(deps: tuple[Dep, ...], parent: Parent) -> bool:
     """Whether everything a recorded run opened or looked up is unchanged."""
+    return next(changed_deps(deps, parent), None) is None
+
+
+def changed_deps(deps: tuple[Dep, ...], parent: Parent) -> Iterator[str]:
+    """What a recorded run opened or looked up and would find changed today: paths, and names of lookups."""
     for dep in deps:
         if dep.path.startswith(LOOKUP):
             if lookup_digest(dep.path, parent) != dep.digest:
-                return False
+                yield dep.path.removeprefix(LOOKUP)
         else:
             try:
-                if digest_dep(dep.path) != dep.digest:
-                    return False
+                unchanged = digest_dep(dep.path) == dep.digest
             except OSError:
-                return False
-    return True
+                unchanged = False
+            if not unchanged:
+                yield dep.path
 
 
 AuxiliaryPosition = tuple[int, int, str]

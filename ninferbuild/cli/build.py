@@ -19,6 +19,7 @@ from ninferbuild.target import load_targets
         "build qwen3.6-27b --device cpu",
         "build qwen3.6-27b --assign 'text/layers/3/mlp/*=q6_g64_fp16'",
         "build --dry-run qwen3.6-27b",
+        "build qwen3.6-27b --explain             # what changed since the last build, on standard error",
     ),
 )
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")

@@ -26,6 +26,7 @@ def build_targets(
     keep_going: bool = False,
     jobs: int | None = None,
     dry_run: bool = False,
+    explain: bool = False,
 ) -> int:
     """Build ``targets``, or plan them if ``dry_run``; the exit code.
 
@@ -35,7 +36,7 @@ def build_targets(
     if dry_run:
         from ninferbuild.cli.planning import plan_targets
 
-        plan_targets(output, targets, device=device, rehash=rehash)
+        plan_targets(output, targets, device=device, rehash=rehash, explain=explain)
         return 0
     from ninferbuild.build import build
 
@@ -54,6 +55,7 @@ def build_targets(
                 rehash=rehash,
                 keep_going=keep_going,
                 jobs=jobs,
+                explain=explain,
                 progress=progress,
             )
         except Exception as error:

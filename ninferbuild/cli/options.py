@@ -109,6 +109,7 @@ build_options: Decorator = _all(
     click.option("-k", "--keep-going", is_flag=True, help="Encode what can be encoded after a failure; link nothing."),
     click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Actions that run at a time."),
     click.option("--dry-run", is_flag=True, help="Show what would be done, like 'ninferbuild plan'."),
+    click.option("--explain", is_flag=True, help="Say of each action that runs what changed since the last build."),
 )
 
 

@@ -23,12 +23,13 @@ def plan_targets(
     device: str | None = None,
     hash_sources: bool = False,
     rehash: bool = False,
+    explain: bool = False,
 ) -> None:
     """Plan ``targets`` and print each plan: text, or JSON on one line."""
     from ninferbuild.build import plan
 
     for index, target in enumerate(targets):
-        result = plan(target, hash_sources=hash_sources, device=device, rehash=rehash)
+        result = plan(target, hash_sources=hash_sources, device=device, rehash=rehash, explain=explain)
         if output.as_json:
             output.json_line(result.to_json())
             continue
@@ -45,6 +46,13 @@ def _show(output: Output, target: Target, plan: BuildPlan) -> None:
             for action in plan.actions
         ]
         output.table(rows, header=("state", "parent", "format", "shape", "method", "size"), right=(5,))
+        output.text()
+    if plan.explanations is not None:
+        from ninferbuild.history import text_lines
+
+        lines = text_lines(plan.explanations) or ["no action would run: every payload is cached"]
+        for line in lines:
+            output.text(line)
         output.text()
     if plan.formats:
         rows_by_format = [(name, count, f"{size} B", format_size(size)) for name, (count, size) in plan.formats.items()]

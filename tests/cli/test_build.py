@@ -15,6 +15,7 @@ ASKED = {
     "rehash": False,
     "keep_going": False,
     "jobs": None,
+    "explain": False,
 }
 
 
@@ -33,7 +34,7 @@ def test_defaults(project: Path, run: Any, engine: Any) -> None:
 def test_options_reach_the_engine(project: Path, run: Any, engine: Any) -> None:
     ran = run(
         *("build", "b", "-f", "ninferbuild.toml", "--device", "cuda:1", "--overwrite", "--rerun", "--rehash"),
-        *("--no-link", "-k", "-j", "3", "--set", "rows_per_chunk=7", "--assign", "x/*=bf16:cast_direct"),
+        *("--no-link", "-k", "-j", "3", "--explain", "--set", "rows_per_chunk=7", "--assign", "x/*=bf16:cast_direct"),
     )
     ((target, options),) = engine.calls
     assert options == {
@@ -44,6 +45,7 @@ def test_options_reach_the_engine(project: Path, run: Any, engine: Any) -> None:
         "rehash": True,
         "keep_going": True,
         "jobs": 3,
+        "explain": True,
     }
     assert (target.name, target.rows_per_chunk, target.assigns[0].format) == ("b", 7, "bf16")
     assert "nothing linked" in ran.out
