@@ -21,7 +21,7 @@ from ninferbuild.artifact.tensor_output import TensorOutput
 from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
 from ninferbuild.device import Device
 from ninferbuild.encode import CHUNK_BYTES, CUDA_CHUNK_BYTES, PayloadSink, encode
-from ninferbuild.errors import NinferbuildError, SourceChangedError
+from ninferbuild.errors import Cancelled, NinferbuildError, SourceChangedError
 from ninferbuild.fingerprint import digest_dep, recording
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
@@ -29,6 +29,7 @@ from ninferbuild.plan import prepare_user_method
 from ninferbuild.recipe_file import user_code
 from ninferbuild.resolve import Action, Resolver
 from ninferbuild.spill import SpillWriter
+from ninferbuild.user_errors import message_of
 
 if TYPE_CHECKING:
     from ninferbuild.plan import Parent
@@ -100,9 +101,9 @@ class Executor:
         started, began = self.memo.now_ns(), time.perf_counter()
         try:
             record = self._user(action) if action.parent.rule is None else self._built_in(action, started)
-        except (NinferbuildError, OSError, MemoryError):
+        except (NinferbuildError, Cancelled, OSError, MemoryError):
             raise
-        except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        except Exception as error:  # a user's function may raise anything
             raise _producer_error(action.parent, error) from error
         record = replace_seconds(record, time.perf_counter() - began)
         self.writer.action(record, self.resolver.probe(action))
@@ -238,4 +239,4 @@ def _names(parent: Parent) -> str:
 def _producer_error(parent: Parent, error: Exception) -> ValueError:
     target = parent.request.target
     shown = ", ".join(parent.names[:4])
-    return ValueError(f"{shown} [{parent.method_name}/{target.format}]: {error}")
+    return ValueError(f"{shown} [{parent.method_name}/{target.format}]: {message_of(error)}")

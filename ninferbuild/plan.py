@@ -24,6 +24,7 @@ from ninferbuild.recipe import PreparedRecipe, Recipe, Selection, WeightJob
 from ninferbuild.rules import rule_of
 from ninferbuild.rules.rule import Rule, RuleCheck
 from ninferbuild.sources.logical import LogicalSource, leading_rows
+from ninferbuild.user_errors import message_of
 
 __all__ = ["AuxiliaryObject", "Fragment", "Parent", "PlannedRecipe", "plan_parents", "prepare", "prepare_user_method"]
 
@@ -366,9 +367,7 @@ def _fragments(items: Sequence[Item]) -> tuple[Fragment, ...]:
 
 def _method_error(names: Sequence[str], error: Exception) -> ValueError:
     prefix = f"{_prefix(names)}: "
-    message = str(error)
-    if not message or isinstance(error, KeyError):  # the text of a KeyError is a bare key
-        message = f"{type(error).__name__} {message}".rstrip()
+    message = message_of(error)
     return ValueError(message if message.startswith(prefix) else prefix + message)
 
 

@@ -101,6 +101,8 @@ def run(args: Sequence[str] | None) -> int:
         # The reader of our output has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except SystemExit as error:  # of a user's code: commands return their exit codes
+        return _fail(one_line(error), 1)
     except Exception as error:
         if output.verbose:
             traceback.print_exc()
@@ -113,15 +115,24 @@ def exit_code(error: BaseException) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of ``error`` on one line; with the name of its class where the message alone says too little."""
+    """The message of ``error`` on one line; with the name of its class where the message alone says too little, and
+    behind ``file:line`` of the user's code that it came from.
+    """
+    from ninferbuild.user_errors import place_of
+
     if isinstance(error, OSError) and error.strerror:
         files = [str(name) for name in (error.filename, error.filename2) if name is not None]
         message = ": ".join([*files, error.strerror])
+    elif isinstance(error, SyntaxError):
+        message = error.msg
     else:
         message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if isinstance(error, NinferbuildError | ValueError | OSError) and message:
-        return message
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if not message:
+        message = type(error).__name__
+    elif not isinstance(error, NinferbuildError | ValueError | OSError):
+        message = f"{type(error).__name__}: {message}"
+    place = place_of(error)
+    return message if place is None else f"{place}: {message}"
 
 
 def _fail(message: str, code: int) -> int:
