@@ -17,6 +17,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ninferbuild.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from ninferbuild.artifact.reader import Artifact
     from ninferbuild.build import build as build
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from ninferbuild.target import Target, load_target
 
     open_artifact = Artifact.open
-    __version__: str
 
 __all__ = [
     "CacheError",
@@ -66,10 +67,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
     elif name == "open_artifact":
         value = import_module("ninferbuild.artifact.reader").Artifact.open
-    elif name == "__version__":
-        from importlib.metadata import version
-
-        value = version("ninferbuild")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

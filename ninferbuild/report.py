@@ -14,6 +14,8 @@ from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ninferbuild.version import VERSION
+
 if TYPE_CHECKING:
     from ninferbuild.cache import ActionRecord
     from ninferbuild.configure import Configured
@@ -87,7 +89,7 @@ def make_report(
         ],
         "payload_bytes": directory.payload_bytes,
         "seconds": seconds,
-        "ninferbuild": version("ninferbuild"),
+        "ninferbuild": VERSION,
         "target": target.settings(),
     }
 

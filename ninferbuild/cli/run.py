@@ -53,9 +53,9 @@ class LazyGroup(click.Group):
 
 def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from ninferbuild.version import VERSION
 
-        click.echo(f"ninferbuild {version('ninferbuild')}")
+        click.echo(f"ninferbuild {VERSION}")
         ctx.exit()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fixtures import synthetic
 import pytest
+import torch
 
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.build import build, plan
@@ -66,9 +67,16 @@ def target(checkpoint: Callable[[str], dict[str, Any]], tmp_path: Path) -> Calla
     return make
 
 
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_artifact_equals_the_reference(name: str, target: Callable[[str], Target]) -> None:
-    case, wanted = target(name), expected(name)
+def test_artifact_equals_the_reference(name: str, device: str, target: Callable[[str], Target]) -> None:
+    case, wanted = replace(target(name), device=device), expected(name)
     planned = plan(case)
     result = build(case)
     with Artifact(case.out) as artifact:
