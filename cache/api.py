@@ -35,6 +35,8 @@ from ninferbuild.cache.verification import VerifyResult
 from ninferbuild.cache.writer import Writer, memo_key
 from ninferbuild.errors import CacheError
 
+ELSEWHERE = "choose another with NINFERBUILD_CACHE or [cache] dir"
+
 
 def default_directory() -> Path:
     """``$NINFERBUILD_CACHE``, else the platform's user cache directory."""
@@ -89,12 +91,12 @@ class Cache:
             if read_only or not create:
                 raise CacheError(f"there is no cache in {path}")
         elif not path.is_dir():
-            raise CacheError(f"cache directory {path} is not a directory")
+            raise CacheError(f"cache directory {path} is not a directory; remove it, or {ELSEWHERE}")
         if not allow_foreign_fs:
             filesystem.refuse_network(path)
         if not read_only and not _writable(path):
             if not (path / "index").is_dir():
-                raise CacheError(f"cache directory {path} cannot be written; choose one with NINFERBUILD_CACHE")
+                raise CacheError(f"cache directory {path} cannot be written; {ELSEWHERE}")
             read_only = True
         store = stores.acquire(path, read_only=read_only, limits=limits or Limits())
         return cls(store, read_only=read_only, max_size=max_size)
@@ -127,7 +129,7 @@ class Cache:
     def _writable_store(self) -> stores.Store:
         store = self._open_store
         if self.read_only:
-            raise CacheError(f"cache {self.path} is read-only")
+            raise CacheError(f"cache {self.path} is read-only; make it writable, or {ELSEWHERE}")
         return store
 
     @property

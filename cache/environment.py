@@ -145,12 +145,18 @@ def open_environment(
             raise CacheError(f"no cache at {folder}")
         else:
             if filesystem.free_bytes(folder) < _NEW_BYTES:
-                raise CacheError(f"not enough free space to create {folder}")
+                raise CacheError(
+                    f"not enough free space to create {folder}; make room, or choose another disk with "
+                    "NINFERBUILD_CACHE or [cache] dir"
+                )
             folder.mkdir(parents=True, exist_ok=True)
         if not read_only:
             filesystem.preallocate(folder / _LOCK_FILE, _LOCK_BYTES)
     except OSError as error:
-        raise CacheError(f"cannot open {folder}: {error.strerror}") from error
+        raise CacheError(
+            f"cannot open {folder}: {error.strerror}; check the disk, or choose another cache with NINFERBUILD_CACHE "
+            "or [cache] dir"
+        ) from error
     while True:
         try:
             return _open(folder, map_size, databases, read_only)

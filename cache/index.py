@@ -107,6 +107,11 @@ class Transaction:
         stored = self.get(NUMBERS, name, Number)
         return 0.0 if stored is None else stored.value
 
+    def recount_blocks(self) -> None:
+        """Set the counter of stored bytes to what the rows of blocks add up to."""
+        rows = self.items(BLOCKS, records.StoredBlock)
+        self.put(NUMBERS, LIVE_BYTES, Number(sum(row.length for _, row in rows if row is not None)))
+
     def add(self, name: bytes, amount: float) -> None:
         if amount:
             self.put(NUMBERS, name, Number(self.number(name) + amount))
@@ -185,7 +190,8 @@ def write_error(folder: Path, error: lmdb.Error) -> CacheError:
     """What a failed commit means. A partial write on a full disk reaches us as an I/O error."""
     if filesystem.free_bytes(folder) < (8 << 20):
         return OutOfSpaceError(
-            f"no space left for the cache {folder.parent}; `ninferbuild cache prune --max-size SIZE` frees some"
+            f"no space left for the cache {folder.parent}: make room (`ninferbuild cache prune --max-size SIZE` may), "
+            "or choose another disk with NINFERBUILD_CACHE or [cache] dir"
         )
     return CacheError(f"cannot write to {folder}: {error}")
 

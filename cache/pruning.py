@@ -242,6 +242,7 @@ def drop(store: Store, inventory: Inventory, victims: Iterable[bytes], released:
                 released_space = True
     with store.index.write() as transaction:
         delete_dead_leases(transaction)
+        transaction.recount_blocks()
 
 
 def sweep_rows(store: Store) -> None:

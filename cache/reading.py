@@ -68,8 +68,9 @@ class View:
     def _let_go(self) -> None:
         current, self._current = self._current, None
         if current is not None:
-            pages.drop(current)
-            with suppress(BufferError):  # the caller keeps a view of the piece; it must not use it any more
+            # The caller may have released the piece, or keep a view of it, which it must not use any more.
+            with suppress(ValueError, BufferError):
+                pages.drop(current)
                 current.release()
 
     def _read(self, key: bytes, digest: bytes, length: int) -> memoryview:

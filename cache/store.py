@@ -17,6 +17,7 @@ from ninferbuild.cache.environment import STAMP_FILE, examine, set_aside, stamp
 from ninferbuild.cache.index import ACTIONS, LEASES, RECENCY, Index
 from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
 from ninferbuild.cache.records import Recency, StoredAction, StoredBlock, StoredLease
+from ninferbuild.cache.salvage import salvage
 from ninferbuild.cache.segments import DROPPED_SUFFIX, Segments
 from ninferbuild.errors import CacheError
 
@@ -76,6 +77,7 @@ class Store:
         self._session: Session | None = None
         self._missing_segments: set[int] = set()
         self.after_crash = False
+        self._set_aside: Path | None = None  # a damaged index whose records are still to be recovered
         self._altered = False  # the index, since it was closed
         try:
             self._open()
@@ -146,6 +148,9 @@ class Store:
     def _open_environments(self) -> None:
         self.index = Index(self.index_folder, self.limits.index_map, read_only=self.read_only)
         self.segments = Segments(self.segments_folder, self.limits.segment_map, read_only=self.read_only)
+        if self._set_aside is not None:
+            self._salvage(self._set_aside)
+            self._set_aside = None
         if self._altered:
             self._altered = False
             self._drop_altered_rows()
@@ -170,11 +175,8 @@ class Store:
         health = examine(self.index_folder, btree.file_digest)
         self._altered = health.altered
         if health.damage is not None:
-            aside = set_aside(self.index_folder)
-            shutil.rmtree(self.segments_folder, ignore_errors=True)  # nothing knows any more what its blocks are
-            self.notices.append(
-                f"cache index was damaged ({health.damage}): set aside as {aside}, the cache starts anew"
-            )
+            self._set_aside = set_aside(self.index_folder)
+            self.notices.append(f"cache index was damaged ({health.damage}): set aside as {self._set_aside}")
         elif health.altered:
             (self.index_folder / STAMP_FILE).unlink(missing_ok=True)
 
@@ -193,6 +195,14 @@ class Store:
         elif health.altered:  # the digests of its blocks tell what is wrong
             (segment / STAMP_FILE).unlink(missing_ok=True)
 
+    def _salvage(self, damaged: Path) -> None:
+        recovered = salvage(damaged, self.index, self.segments)
+        if not recovered:  # nothing knows any more what the blocks are
+            for number in self.segments.ids():
+                self.segments.drop(number)
+        self.after_crash = True  # there are blocks that nothing names
+        self.notices.append(f"{recovered} actions were recovered from the damaged cache index")
+
     def _drop_altered_rows(self) -> None:
         with self.write_lock:
             with self.index.read() as transaction:
@@ -200,6 +210,7 @@ class Store:
             with self.index.write() as transaction:
                 for table, key in bad:
                     transaction.delete(table, key)
+                transaction.recount_blocks()
         if bad:
             self.notices.append(
                 f"{len(bad)} damaged records of the cache index were dropped; what they held is made again"

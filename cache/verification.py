@@ -13,10 +13,8 @@ from ninferbuild.cache.index import (
     ACTIONS,
     BLOCKS,
     LIVE_BYTES,
-    NUMBERS,
 )
 from ninferbuild.cache.records import (
-    Number,
     StoredAction,
     StoredBlock,
 )
@@ -122,5 +120,4 @@ def _repair(store: Store, rows: list[tuple[bytes, bytes]], bad_blocks: dict[byte
             transaction.delete(BLOCKS, digest)
         for key in damaged:
             transaction.delete(ACTIONS, key)
-        stored = sum(row.length for _, row in transaction.items(BLOCKS, StoredBlock) if row is not None)
-        transaction.put(NUMBERS, LIVE_BYTES, Number(stored))
+        transaction.recount_blocks()

@@ -243,7 +243,8 @@ class Writer:
         if size + self._store.limits.margin_bytes > free:
             raise OutOfSpaceError(
                 f"no space left for the cache {self._store.root}: {free} bytes are free, {size} are to be stored; "
-                "`ninferbuild cache prune --max-size SIZE` frees some"
+                "make room (`ninferbuild cache prune --max-size SIZE` may), or choose another disk with "
+                "NINFERBUILD_CACHE or [cache] dir"
             )
 
     def _store_blocks(self, missing: dict[bytes, bytes | memoryview]) -> int:

@@ -78,11 +78,11 @@ def check(root: Path, actions, numbers) -> tuple[list[int], Cache]:
     return found, cache
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_build_killed_at_any_moment_loses_only_what_was_in_flight(tmp_path, actions, seed):
     process = run(_BUILD, tmp_path / "c", 0, 10_000)
     with process:
-        for _ in range(3 + seed * 2):
+        for _ in range(3 + seed * 3):
             flushed = int(process.stdout.readline())
         time.sleep(random.Random(seed).random() * 0.05)
         process.send_signal(signal.SIGKILL)
@@ -131,7 +131,7 @@ with Cache.open(Path(sys.argv[1]), limits=LIMITS) as cache, cache.lease("t"):
         ("segments", "Segments.put", 4, True, ""),  # between blocks and record
         ("segments", "filesystem.sync_directory", 3, False, ""),  # creating the second segment
         ("writer", "Writer._put_action", 20, True, ""),  # inside the record's transaction
-        ("reclaim", "reclaim", 1, False, "cache.prune(max_size=900_000)"),  # rows gone, space not
+        ("pruning", "reclaim", 1, False, "cache.prune(max_size=900_000)"),  # rows gone, space not
         ("segments", "Segments.punch", 1, True, "cache.prune(max_size=900_000)"),
         ("segments", "shutil.rmtree", 1, False, "cache.prune(max_size=900_000)"),  # a segment half removed
         ("reclaim", "_move", 2, True, "cache.remove(record(3).key); cache.compact()"),
@@ -192,19 +192,19 @@ def test_two_writers_with_overlapping_work_and_a_reader(tmp_path, actions):
 
 
 def test_pruning_during_a_build_takes_nothing_that_it_made(tmp_path, actions):
-    build = run(_BUILD, tmp_path / "c", 0, 150)
+    build = run(_BUILD, tmp_path / "c", 0, 60)
     with build, Cache.open(tmp_path / "c") as cache:
         build.stdout.readline()
         while build.poll() is None:
             assert cache.prune(max_size=0).obstacles == () or build.poll() is not None
         assert build.stdout.read().endswith("done\n")
     # what was pruned after the lease had ended may be gone; a second build under a lease must be complete
-    build = run(_BUILD.replace('print("done"', 'pass\nprint("done"'), tmp_path / "c", 0, 150)
+    build = run(_BUILD.replace('print("done"', 'pass\nprint("done"'), tmp_path / "c", 0, 60)
     with build:
         assert build.stdout.read().endswith("done\n")
-    found, cache = check(tmp_path / "c", actions, range(150))
+    found, cache = check(tmp_path / "c", actions, range(60))
     with cache:
-        assert found == list(range(150))
+        assert found == list(range(60))
         assert cache.verify().problems == ()
 
 
@@ -314,8 +314,10 @@ class TestFullDisk:
             with Cache.open(disk / "c", limits=Limits(margin_bytes=0)) as cache:
                 stored = [actions.store(cache, number, [400_000]) for number in range(60)]
             fill(disk / "fill")
-            assert filesystem.free_bytes(disk) < 100_000
+            free_before, used_before = filesystem.free_bytes(disk), filesystem.allocated_bytes(disk / "c")
+            assert free_before < 100_000
             other = run(_READ_ALL, disk / "c") if shared else None
+            hits = []
             try:
                 if other is not None:
                     assert other.stdout.readline() == "60\n"
@@ -329,9 +331,8 @@ class TestFullDisk:
                     live = cache.stats().live_bytes
                     used = filesystem.allocated_bytes(disk / "c")
                     assert used <= max(1.25 * live, 1_000_000)
-                    assert filesystem.free_bytes(disk) > 31_000_000 - 8_000_000 - filesystem.allocated_bytes(
-                        disk / "fill"
-                    ) - (3_000_000 if kind == "ext4" else 0)
+                    given_back = filesystem.free_bytes(disk) - free_before
+                    assert given_back >= 0.98 * (used_before - used)  # all but the first page of each block
                     hits = [r for r in stored if cache.find(r.key, r.manifest) is not None]
                     for record in hits:
                         number = stored.index(record)

@@ -129,7 +129,7 @@ def test_a_flipped_bit_anywhere_in_the_index(made, actions):
             told += bool(cache.notices)
             heal(cache, actions, records)
         whole = data.read_bytes()
-    assert told > 5
+    assert told
 
 
 def test_a_flipped_bit_in_a_tree_page_of_a_segment(made, actions):
@@ -158,6 +158,8 @@ def test_a_truncated_index(made, actions, keep):
     data = root / "index/data.mdb"
     os.truncate(data, int(data.stat().st_size * keep))
     with Cache.open(root) as cache:
+        good, _ = served(cache, actions, records)
+        assert good == COUNT if keep == 0.97 else good < COUNT or keep == 0.5
         heal(cache, actions, records)
     with Cache.open(root) as cache:
         assert served(cache, actions, records) == (COUNT, 0)
@@ -218,6 +220,7 @@ def test_a_damaged_index_is_refused_for_reading_and_set_aside_for_writing(made):
         Cache.open(root, read_only=True)
     with Cache.open(root) as cache:
         assert "set aside as" in cache.notices[0]
+        assert cache.notices[1] == f"{COUNT} actions were recovered from the damaged cache index"
     assert list(root.glob("index.broken-*"))
 
 
