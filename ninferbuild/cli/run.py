@@ -17,6 +17,8 @@ COMMANDS = {
     "build": "build",
     "convert": "convert",
     "plan": "plan",
+    "diff": "diff",
+    "graph": "graph",
     "params": "params",
     "list": "list_",
     "inspect": "inspect",

@@ -1,0 +1,61 @@
+"""``ninferbuild graph``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from ninferbuild.cli.options import change_options, file_option, subcommand
+from ninferbuild.cli.output import Output
+from ninferbuild.errors import UsageError
+
+if TYPE_CHECKING:
+    from ninferbuild.graph_export import Format
+
+
+@subcommand(
+    "graph",
+    examples=(
+        "graph qwen3.6-27b --out qwen.dot && dot -Tsvg qwen.dot > qwen.svg",
+        "graph qwen3.6-27b --format mermaid",
+        "graph qwen3.6-27b --format json | jq '[.nodes[] | select(.state == \"run\")]'",
+    ),
+)
+@click.argument("target", required=False)
+@file_option
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(("dot", "mermaid", "graphml", "json")),
+    help="Default: dot, or json with --json.",
+)
+@click.option("--out", metavar="FILE", help="Write there instead of to standard output.")
+@change_options
+def command(
+    output: Output,
+    target: str | None,
+    file: str | None,
+    format_name: str | None,
+    out: str | None,
+    sets: tuple[str, ...],
+    assigns: tuple[str, ...],
+) -> None:
+    """Print the graph of a target's actions: what is read, encoded, stored and linked.
+
+    Each encode node has its state: cached, run, or unknown until its source is hashed. Nothing is encoded.
+    """
+    from ninferbuild.graph_export import export
+    from ninferbuild.preview import graph
+    from ninferbuild.target import load_target
+
+    if output.as_json and format_name not in (None, "json"):
+        raise UsageError(f"--json prints JSON; leave it out for --format {format_name}")
+    chosen = load_target(target, file, sets=sets, assigns=assigns)
+    text = export(graph(chosen), cast("Format", format_name or ("json" if output.as_json else "dot")))
+    if out is None:
+        output.text(text.rstrip("\n"))
+    else:
+        Path(out).write_text(text, encoding="utf-8")
+        output.report(f"wrote {out}")
