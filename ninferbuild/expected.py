@@ -9,13 +9,15 @@ import json
 import os
 from pathlib import Path
 import re
-import tomllib
 from typing import Any
 
 from ninferbuild.artifact.findings import Finding, Findings
+from ninferbuild.artifact.labels import labels_of
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.shards import Segment
+from ninferbuild.errors import UsageError
 from ninferbuild.link import CONVERTER
+from ninferbuild.lock import read_lock
 
 LARGEST_TEXT = 1 << 30
 """Bytes of the largest file that is read as a report, lock or list of sums."""
@@ -40,6 +42,7 @@ class Expected:
         payload_bytes: of the logical payload.
         segments: payload bytes of each file, entry first.
         objects: object id → digest, 32 hexadecimal digits.
+        labelled: ``objects`` goes by labels, not ids (:mod:`ninferbuild.artifact.labels`).
         every_object: ``objects`` names all objects of the artifact.
         files: file name → size and SHA-256. Every file of the set has to be among them, if there are any.
     """
@@ -49,6 +52,7 @@ class Expected:
     payload_bytes: int | None = None
     segments: tuple[int, ...] | None = None
     objects: Mapping[str, str] = field(default_factory=dict)
+    labelled: bool = False
     every_object: bool = False
     files: Mapping[str, ExpectedFile] = field(default_factory=dict)
 
@@ -67,7 +71,7 @@ def read_expected(path: Path, entry: Path) -> Expected:
         return _from_report(path, text)
     if any(_SUM.fullmatch(line) for line in text.splitlines()):
         return _from_sums(path, text, entry)
-    return _from_lock(path, text, entry)
+    return _from_lock(path, entry)
 
 
 def _from_report(path: Path, text: str) -> Expected:
@@ -85,29 +89,22 @@ def _from_report(path: Path, text: str) -> Expected:
         ) from error
 
 
-def _from_lock(path: Path, text: str, entry: Path) -> Expected:
-    """A table for each target: ``artifact_id``, ``objects`` (id → digest), ``files`` (path → ``bytes``, ``sha256``)."""
+def _from_lock(path: Path, entry: Path) -> Expected:
     try:
-        choices = [_locked_target(path, target, entry) for target in tomllib.loads(text)["targets"].values()]
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no conversion report, lock or sha256sum file ({problem})") from error
-    chosen = [choice for choice in choices if entry.name in choice.files]
-    if len(chosen) != 1:
-        raise ValueError(f"{path}: {'several targets write' if chosen else 'no target writes'} {entry.name}")
-    return chosen[0]
-
-
-def _locked_target(path: Path, target: Mapping[str, Any], entry: Path) -> Expected:
-    listed = [
-        (name, ExpectedFile(int(facts["bytes"]), _hex(facts["sha256"], 64))) for name, facts in target["files"].items()
-    ]
+        targets = read_lock(path)
+    except UsageError as error:
+        raise ValueError(f"{path} is no conversion report, lock or sha256sum file ({error})") from error
+    writing = [target for target in targets.values() if entry.name in target.files]
+    if len(writing) != 1:
+        raise ValueError(f"{path}: {'several targets write' if writing else 'no target writes'} {entry.name}")
+    (target,) = writing
     return Expected(
         path,
-        _hex(target["artifact_id"], 32),
-        objects={identifier: _hex(digest, 32) for identifier, digest in target["objects"].items()},
+        target.artifact_id,
+        objects={label: item.digest for label, item in target.objects.items() if item.digest is not None},
+        labelled=True,
         every_object=True,
-        files=_beside(listed, path, entry),
+        files={name: ExpectedFile(file.bytes, file.sha256) for name, file in target.files.items()},
     )
 
 
@@ -189,14 +186,18 @@ def compare(
     sizes = tuple(segment.end - segment.begin for segment in segments)
     if expected.segments is not None and sizes != expected.segments:
         differs(f"files with {list(sizes)} payload bytes, expected {list(expected.segments)}")
-    for identifier, digest in expected.objects.items():
+    objects = expected.objects
+    if expected.labelled:
+        ids = {label: identifier for identifier, (label, _) in labels_of(artifact.directory).items()}
+        objects = {ids.get(label, label): digest for label, digest in objects.items()}
+    for identifier, digest in objects.items():
         found = digests.get(identifier)
         if identifier not in artifact.by_id:
             differs("the object is missing", object=identifier)
         elif found is not None and found.hex() != digest:
             differs(f"digest {found.hex()}, expected {digest}", object=identifier)
     if expected.every_object:
-        for identifier in artifact.by_id.keys() - expected.objects.keys():
+        for identifier in artifact.by_id.keys() - objects.keys():
             differs("the object is not expected", object=identifier)
     if expected.files:
         for segment in segments:

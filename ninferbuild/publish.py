@@ -184,6 +184,22 @@ def recover(entry: Path) -> bool:
     if not entry.parent.is_dir():
         return False
     with platform_io.locked_directory(entry.parent):
+def replace_file(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` in one step: whoever opens it finds all of the old bytes or all of the new ones.
+
+    Raises:
+        OSError: the directory is missing or cannot be written; what was there stays.
+    """
+    staged = StagedFile(path)
+    try:
+        staged.write(0, data)
+        staged.sync()
+        os.replace(staged.path, staged.target)
+    finally:
+        staged.discard()
+    platform_io.sync_directory(path.parent)
+
+
         return _recover(entry)
 
 

@@ -90,18 +90,28 @@ class Session:
     def source_digests(self) -> dict[str, bytes]:
         """Source name → digest over what the parents consumed of it, in parent order."""
         consumed: dict[str, list[bytes]] = {name: [] for name in self.configured.sources.opened}
+        for name, digest in self._consumed():
+            if digest is not None:
+                consumed[name].append(digest)
+        return {name: combine(digests) for name, digests in consumed.items()}
+
+    def unread_sources(self) -> set[str]:
+        """Sources of which something is consumed whose digest is not known yet."""
+        return {name for name, digest in self._consumed() if digest is None}
+
+    def _consumed(self) -> Iterator[tuple[str, bytes | None]]:
+        """(source name, digest) of each region of each parent, in order."""
         names: dict[int, str | None] = {}
         for action in self.action_of():
             for region, digest in zip(action.regions, action.digests, strict=True):
-                if region is None or digest is None:
+                if region is None:
                     continue
                 for file in {id(span.file): span.file for span in region.spans}.values():
                     if id(file) not in names:
                         names[id(file)] = self.configured.sources.name_of(file)
                     name = names[id(file)]
                     if name is not None:
-                        consumed[name].append(digest)
-        return {name: combine(digests) for name, digests in consumed.items()}
+                        yield name, digest
 
 
 def _recorded_auxiliaries(record: ActionRecord, parent: Parent) -> dict[AuxiliaryKey, AuxiliaryValue]:

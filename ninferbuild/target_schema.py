@@ -68,18 +68,20 @@ class CacheSettings:
         max_size: bound on its live bytes.
         trust_stat: believe ``stat`` on any file system, not only on those known to keep a kernel's ctime.
         allow_foreign_fs: do not refuse a cache on a network file system.
+        before_environment: ``dir`` goes before ``$NINFERBUILD_CACHE``. No key of the file sets it.
     """
 
     dir: Path | None = None
     max_size: int | None = None
     trust_stat: bool = False
     allow_foreign_fs: bool = False
+    before_environment: bool = False
 
     def directory(self) -> Path:
         """``$NINFERBUILD_CACHE``, else ``dir``, else the platform's user cache directory."""
         from ninferbuild.cache import default_directory
 
-        if self.dir is None or os.environ.get("NINFERBUILD_CACHE"):
+        if self.dir is None or (os.environ.get("NINFERBUILD_CACHE") and not self.before_environment):
             return default_directory()
         return self.dir
 
