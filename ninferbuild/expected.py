@@ -16,8 +16,8 @@ from ninferbuild.artifact.labels import labels_of
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.shards import Segment
 from ninferbuild.errors import UsageError
-from ninferbuild.link import CONVERTER
 from ninferbuild.lock import read_lock
+from ninferbuild.report import CONVERTER
 
 LARGEST_TEXT = 1 << 30
 """Bytes of the largest file that is read as a report, lock or list of sums."""
@@ -43,8 +43,8 @@ class Expected:
         segments: payload bytes of each file, entry first.
         objects: object id → digest, 32 hexadecimal digits.
         labelled: ``objects`` goes by labels, not ids (:mod:`ninferbuild.artifact.labels`).
-        every_object: ``objects`` names all objects of the artifact.
         files: file name → size and SHA-256. Every file of the set has to be among them, if there are any.
+        complete: ``objects`` and ``files`` name all objects and files of the artifact.
     """
 
     path: Path
@@ -53,8 +53,8 @@ class Expected:
     segments: tuple[int, ...] | None = None
     objects: Mapping[str, str] = field(default_factory=dict)
     labelled: bool = False
-    every_object: bool = False
     files: Mapping[str, ExpectedFile] = field(default_factory=dict)
+    complete: bool = False
 
 
 def read_expected(path: Path, entry: Path) -> Expected:
@@ -103,8 +103,8 @@ def _from_lock(path: Path, entry: Path) -> Expected:
         target.artifact_id,
         objects={label: item.digest for label, item in target.objects.items() if item.digest is not None},
         labelled=True,
-        every_object=True,
         files={name: ExpectedFile(file.bytes, file.sha256) for name, file in target.files.items()},
+        complete=True,
     )
 
 
@@ -196,12 +196,16 @@ def compare(
             differs("the object is missing", object=identifier)
         elif found is not None and found.hex() != digest:
             differs(f"digest {found.hex()}, expected {digest}", object=identifier)
-    if expected.every_object:
-        for identifier in artifact.by_id.keys() - objects.keys():
-            differs("the object is not expected", object=identifier)
+    if expected.complete:
+        for identifier in artifact.by_id:
+            if identifier not in objects:
+                differs("the object is not expected", object=identifier)
     if expected.files:
         for segment in segments:
             _compare_file(expected.files.get(segment.path.name), segment.path, differs)
+        if expected.complete:
+            for name in expected.files.keys() - {segment.path.name for segment in segments}:
+                differs("the artifact has no such file", file=name)
 
 
 def _compare_file(expected: ExpectedFile | None, path: Path, differs: Callable[..., None]) -> None:

@@ -23,7 +23,11 @@ from ninferbuild.artifact.shards import Segment, check_files
 from ninferbuild.artifact.validity import WordRules, rules_of
 from ninferbuild.digest import BLOCK_BYTES, block_digest, combine
 from ninferbuild.expected import Expected, compare
-from ninferbuild.link import CONVERTER, artifact_id_of
+from ninferbuild.link import artifact_id_of
+from ninferbuild.report import CONVERTER
+
+TILE_BYTES = 256 << 10
+"""Bytes of a plane that are checked at a time; the masks that the checks compute then stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +231,8 @@ def _check_block(rules: WordRules, block: _Block, findings: Findings) -> None:
     plane = rules.planes[block.plane]
     data = np.frombuffer(block.data, np.uint8)
     words, padding = np.split(data, [plane.bytes - block.begin])
-    rules.check(block.plane, block.begin, words)
+    for begin in range(0, len(words), TILE_BYTES):
+        rules.check(block.plane, block.begin + begin, words[begin : begin + TILE_BYTES])
     if padding.any():
         place = plane.offset + plane.bytes + int(np.flatnonzero(padding)[0])
         problem = f"padding after plane {rules.names[block.plane]} is not zero"

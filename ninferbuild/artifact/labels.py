@@ -25,7 +25,8 @@ def labels_of(directory: Directory) -> dict[str, Label]:
     for use in directory.uses:
         for role, reference in use.get("auxiliaries", {}).items():
             call = f"{role} of {use['parameter']} × {use['input']}"
-            served.setdefault(reference["object"], []).append((call, use["parameter"]))
+            for identifier in dict.fromkeys(part["object"] for part in reference.get("parts", (reference,))):
+                served.setdefault(identifier, []).append((call, use["parameter"]))
     labels: dict[str, Label] = {}
     taken: dict[str, int] = {}
     for item in directory.objects:
