@@ -234,7 +234,7 @@ def _follow(code: CodeType, instructions: list[dis.Instruction], index: int, ref
         chain.append(instructions[index].argval)
         stores = True
     call = None if stores else _call(code, instructions, index)
-    return Reference(reference.kind, reference.name, reference.level, tuple(chain), call, stores)
+    return Reference(reference.kind, reference.name, reference.level, tuple(chain), call, stores=stores)
 
 
 def _call(code: CodeType, instructions: list[dis.Instruction], index: int) -> Call | None:

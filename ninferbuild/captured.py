@@ -14,6 +14,7 @@ import enum
 import functools
 import io
 import json
+import sys
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -222,11 +223,13 @@ class ValueText:
             array: Any = value
             if type(value).__name__ not in ("ndarray", "memmap"):
                 return None
+            self._nodes.of_class(type(value), where)  # its methods are the package's
             if array.dtype.hasobject:
                 return f"array {array.dtype.str} {array.shape} ({self._items(array.reshape(-1).tolist(), where)})"
             return array_text(array)
         if is_tensor(value) and type(value).__name__ in ("Tensor", "Parameter"):
             tensor: Any = value
+            self._nodes.of_class(type(value), where)
             try:
                 text = tensor_text(tensor)
             except TypeError:
@@ -307,7 +310,13 @@ class ValueText:
         except Exception:  # whatever an object's own __reduce__ raises: it cannot be taken apart
             return self._nodes.refuse(where, LIVE)
         if isinstance(parts, str):
-            return f"global {json.dumps(parts)}"
+            module = str(getattr(value, "__module__", None))
+            found: object = sys.modules.get(module)
+            for name in parts.split("."):
+                found = getattr(found, name, None)
+            if found is value:
+                return f"global {module} {json.dumps(parts)}"
+            return self._nodes.refuse(where, LIVE)
         function, arguments, *rest = parts
         text = f"{self.text(function, where)} {self.text(tuple(arguments), where)}"
         state, items, pairs = (*rest, None, None, None)[:3]

@@ -7,8 +7,10 @@ packages are allowed, except for known readers below Python, clients of the netw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ninferbuild.bytecode import Call
+if TYPE_CHECKING:
+    from ninferbuild.bytecode import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ UNKNOWN_MODULE = Hazard(
 
 SAFE_STANDARD_LIBRARY = frozenset(
     _words(
-        """__future__ _io abc array ast base64 binascii bisect builtins bz2 cmath codecs collections
+        """__future__ abc array ast base64 binascii bisect builtins bz2 cmath codecs collections
         configparser contextlib copy copyreg csv dataclasses datetime decimal difflib enum errno fnmatch
         fractions functools graphlib gzip hashlib heapq hmac html io itertools json keyword logging lzma
         math mmap numbers operator pathlib pickle pprint queue re reprlib string struct tarfile textwrap
@@ -79,7 +81,7 @@ _TORCH_RANDOM = frozenset(
     )
 )
 
-_ALIASES = {"posix": "os", "nt": "os", "posixpath": "os.path", "ntpath": "os.path", "_random": "random", "_io": "io"}
+_ALIASES = {"posix": "os", "nt": "os", "posixpath": "os.path", "ntpath": "os.path", "_sre": "re"}
 
 _STANDARD_LIBRARY_HAZARDS: dict[str, Hazard] = {
     **dict.fromkeys(_words("time calendar"), CLOCK),
@@ -173,8 +175,10 @@ def standard_library_hazard(module: str, chain: tuple[str, ...], call: Call | No
     """The hazard of reading ``chain`` from a module of the standard library (empty: the module itself), if any."""
     path = (*_ALIASES.get(module, module).split("."), *chain)
     top, rest = path[0], path[1:]
-    if top in SAFE_STANDARD_LIBRARY:
+    if top.removeprefix("_") in SAFE_STANDARD_LIBRARY or top in SAFE_STANDARD_LIBRARY:
         return None
+    if top == "_random":
+        return RANDOM
     if top == "os" and rest:
         if rest[0] == "path" and len(rest) > 1:
             return None if rest[1] in _SAFE_OS_PATH else FILE_SYSTEM

@@ -298,16 +298,21 @@ class Reach:
         if reference.stores and not rest:
             self.refuse(f"{module.__name__}.{name} ({where})", MUTATES)
         following = Reference("global", name, chain=rest, call=reference.call, stores=reference.stores and bool(rest))
+        if name not in vars(module) and "__getattr__" in vars(module):
+            self._named(vars(module), "__getattr__", module.__getattr__, Reference("global", "__getattr__"), where)
         try:
             value = getattr(module, name)
         except AttributeError:
+            # `from package import submodule`, or an attribute of a package that an import elsewhere will set
+            submodule = f"{module.__name__}.{name}"
+            if hasattr(module, "__path__") and _exists(submodule):
+                found = self._imported(submodule, where)
+                if isinstance(found, ModuleType):
+                    self._named(vars(module), name, found, following, where)
+                return
             self._fact(f"global {self._namespace(vars(module))}.{name}", "missing")
             return
-        if where.endswith(")"):
-            place = where
-        else:
-            place = f"{module.__name__}.{name} ({where})"
-        self._named(vars(module), name, value, following, place)
+        self._named(vars(module), name, value, following, where)
 
     def of_module(self, module: ModuleType, where: str) -> str:
         """A module that is used as an object: all that is in it can be reached."""
@@ -400,6 +405,13 @@ def _place_of(value: object) -> tuple[str, str] | None:
         if found is value:
             return module, name
     return None
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _content(cell: CellType) -> object:

@@ -22,6 +22,7 @@ import xxhash
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher
 from ninferbuild.hazards import HAZARDOUS_DYNAMIC, NETWORK, RANDOM, Hazard
 from ninferbuild.lazy_torch import is_loaded
+from ninferbuild.opening import opened_by
 from ninferbuild.origins import COMPATIBILITY_PACKAGES, OWN_PACKAGE, in_standard_library, is_within
 from ninferbuild.reason import Reason
 
@@ -87,7 +88,6 @@ def _signature(path: str) -> Signature:
 class _ThreadState(threading.local):
     recording: Recording | None = None
     busy = False
-    source: object = None
 
 
 _thread = _ThreadState()
@@ -118,7 +118,7 @@ def _note_open(recording: Recording, event: str, arguments: tuple[Any, ...]) -> 
         if path == 0:
             recording.refuse("standard input", Hazard("it cannot be read twice", "read a file"))
         return  # a descriptor that was opened before, and noted then
-    if not _reads(mode, flags) or id(_thread.source) in recording.accounted:
+    if not _reads(mode, flags) or id(opened_by()) in recording.accounted:
         return
     text = os.fsdecode(path)
     if _user(sys._getframe(2), reading_source=True) is None:
@@ -162,14 +162,22 @@ def _user(frame: FrameType | None, *, reading_source: bool = False) -> str | Non
     return ""
 
 
-@contextmanager
-def opening(source: object) -> Iterator[None]:
-    """Says that ``source`` opens its file now; a recording that accounts for it does not note the file."""
-    before, _thread.source = _thread.source, source
-    try:
-        yield
-    finally:
-        _thread.source = before
+def _install() -> None:
+    """Install the hook for the life of the process: audit hooks cannot be removed."""
+    global _installed
+    with _install_lock:
+        if _installed:
+            return
+        _installed = True
+        sys.addaudithook(_hook)
+        if sys.version_info < (3, 12):  # which starts threads without an event
+            start = threading._start_new_thread  # type: ignore[attr-defined]
+
+            def announce(*arguments: Any) -> Any:
+                sys.audit("_thread.start_new_thread", *arguments)
+                return start(*arguments)
+
+            threading._start_new_thread = announce  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -177,13 +185,9 @@ def watching(accounted: Collection[object] = ()) -> Iterator[Recording]:
     """Record what this thread does within the context. Nested recordings are seen by the innermost only.
 
     Args:
-        accounted: source files (see :func:`opening`) whose bytes are accounted for elsewhere.
+        accounted: source files (see :mod:`ninferbuild.opening`) whose bytes are accounted for elsewhere.
     """
-    global _installed
-    with _install_lock:
-        if not _installed:
-            sys.addaudithook(_hook)
-            _installed = True
+    _install()
     found = Recording(accounted)
     generators = _random_states(load=True)
     before, _thread.recording = _thread.recording, found

@@ -11,6 +11,7 @@ import threading
 
 from ninferbuild import platform_io
 from ninferbuild.errors import SourceChangedError
+from ninferbuild.opening import opening
 from ninferbuild.sources.regions import FileIdentity
 
 OPEN_FILES = 64
@@ -133,7 +134,8 @@ class CheckpointFile:
     def open_descriptor(self) -> int:
         """A new descriptor, for the pool."""
         self._first_look()
-        descriptor = platform_io.open_for_reading(self._real_path)
+        with opening(self):
+            descriptor = platform_io.open_for_reading(self._real_path)
         try:
             self._require_unchanged(os.fstat(descriptor))
         except BaseException:
