@@ -216,11 +216,12 @@ _CHILDREN = tuple(name.partition(".")[2] for name in COMPATIBILITY_PACKAGES)
 
 def _take_modules() -> dict[str, ModuleType]:
     """Remove the compatibility names from ``sys.modules`` and return what was there."""
+    named = [name for name in list(sys.modules) if name.startswith("tools")]  # one of thousands; this is called often
     names = [
         name
-        for name, module in sys.modules.items()
+        for name in named
         if any(is_within(name, package) for package in COMPATIBILITY_PACKAGES)
-        or (name == "tools" and isinstance(module, _View))
+        or (name == "tools" and isinstance(sys.modules[name], _View))
     ]
     taken = {name: sys.modules.pop(name) for name in names}
     real = sys.modules.get("tools")
