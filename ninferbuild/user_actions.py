@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from ninferbuild.canonical import canonical
 from ninferbuild.fingerprint import Reason, digest_dep, fingerprint
 from ninferbuild.manifest import declares_content
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PrepareRequest
+from ninferbuild.sources.logical import LogicalSource
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +47,8 @@ def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list
     request = parent.request
     lines = [
         f"python: {sys.version_info.major}.{sys.version_info.minor}",
-        f"torch: {version('torch')}",
-        f"numpy: {version('numpy')}",
+        f"torch: {_version('torch')}",
+        f"numpy: {_version('numpy')}",
     ]
     reasons: list[Reason] = []
 
@@ -68,7 +70,6 @@ def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list
                 lines.append(f"{name}.file.{number:04}: {digest_dep(path).hex()}")
         if parent.rule is None:
             lines.append(f"{name}.parameter: {item.parameter}")
-            lines.append(f"{name}.label: {source.label}")
             for use in item.uses:
                 lines.append(f"{name}.use: {canonical(use)} {request.policies[use]}")
                 for key, value in request.auxiliary_overrides.items():
@@ -78,6 +79,11 @@ def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list
         add("code", parent.method)
         lines += [f"device: {device_name(device())}", f"rows per chunk: {request.rows_per_chunk}"]
     return lines, reasons
+
+
+@cache
+def _version(distribution: str) -> str:
+    return metadata.version(distribution)  # parses a file, and there may be thousands of actions
 
 
 def device_name(device: torch.device) -> str:
@@ -107,15 +113,24 @@ class Lookups:
     def deps(self) -> list[Dep]:
         return [Dep(path=path, digest=digest) for path, digest in sorted(self.found.items())]
 
+    def _watched(self, value: Any, kind: type[Any], what: str) -> Any:
+        """A copy of a frozen dataclass, of its subclass ``kind``."""
+        watched = object.__new__(kind)
+        for part in fields(value):
+            object.__setattr__(watched, part.name, getattr(value, part.name))
+        object.__setattr__(watched, "noted", lambda found: self.note(what, found))
+        return watched
+
     def watch(self, request: PrepareRequest, device: str) -> PrepareRequest:
         """The request as the function receives it: the same values, with lookups noted."""
-        watched = object.__new__(_WatchedSpec)
-        for part in fields(TensorSpec):
-            object.__setattr__(watched, part.name, getattr(request.target, part.name))
-        object.__setattr__(watched, "lookups", self)
+        inputs = tuple(
+            replace(item, source=self._watched(item.source, _WatchedSource, f"label {index}"))
+            for index, item in enumerate(request.inputs)
+        )
         return replace(
             request,
-            target=watched,
+            target=self._watched(request.target, _WatchedSpec, "target id"),
+            inputs=inputs,
             device=device,
             policies=_WatchedMapping("policy", request.policies, self, lambda key: key in self._own),
             auxiliary_overrides=_WatchedMapping(
@@ -124,15 +139,30 @@ class Lookups:
         )
 
 
+Noted = Callable[[object], None]
+
+
 class _WatchedSpec(TensorSpec):
     """A target that notes when its id is looked at: the id is a position in the artifact, which other parents move."""
 
-    lookups: Lookups
+    noted: Noted | None = None  # a copy made by a function has none: making it looked at the id already
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == "id":
-            super().__getattribute__("lookups").note("target id", value)
+        if name == "id" and (noted := super().__getattribute__("noted")) is not None:
+            noted(value)
+        return value
+
+
+class _WatchedSource(LogicalSource):
+    """A source that notes when its label is looked at: the label holds the path of the checkpoint."""
+
+    noted: Noted | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "label" and (noted := super().__getattribute__("noted")) is not None:
+            noted(value)
         return value
 
 
@@ -163,6 +193,9 @@ def lookup_digest(what: str, parent: Parent) -> bytes | None:
     name = what.removeprefix(LOOKUP)
     if name == "target id":
         return xxhash.xxh3_128_digest(repr(request.target.id).encode())
+    if name.startswith("label "):
+        index = int(name.removeprefix("label "))
+        return xxhash.xxh3_128_digest(repr(request.inputs[index].source.label).encode())
     for kind, mapping in (("policy", request.policies), ("override", request.auxiliary_overrides)):
         if name == kind:
             return xxhash.xxh3_128_digest(repr(sorted(mapping.items(), key=repr)).encode())
