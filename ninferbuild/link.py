@@ -6,14 +6,15 @@ the files, and the artifact id is computed from the directory. Two builds of one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, MAGIC, PART_MAGIC, SegmentMap
+from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, MAGIC, PART_MAGIC, SegmentMap, entry_header
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import (
     ArtifactError,
@@ -21,20 +22,19 @@ from ninferbuild.artifact.schema import (
     FileRecord,
     ResourceSpec,
     TensorSpec,
+    decode_directory,
     encode_directory,
     plan_objects,
 )
-from ninferbuild.artifact.sizing import layout_directory
+from ninferbuild.artifact.sizing import divide
 from ninferbuild.digest import combine, digest_of
 from ninferbuild.errors import NinferbuildError
 from ninferbuild.publish import StagedFile, publish
+from ninferbuild.report import CONVERTER, is_report, report_path
 
 if TYPE_CHECKING:
     from ninferbuild.auxiliaries import AuxiliaryObject
     from ninferbuild.cache import ActionRecord, Cache
-
-CONVERTER = "ninferbuild"
-"""``provenance.converter`` of artifacts made here."""
 
 FREE_SPACE_MARGIN = 16 << 20
 
@@ -117,18 +117,23 @@ def lay_out(
         provenance["overrides"] = list(contents.overrides)
     provenance["sources"] = {name: {"digest": digest.hex()} for name, digest in source_digests.items()}
     provenance["payload"] = root.hex()
-    description = {
-        "components": contents.components,
-        "objects": [item.to_json() for item in objects],
-        "bindings": contents.bindings,
-        "uses": list(contents.uses),
-        "metadata": {} if contents.name is None else {"name": contents.name},
-        "provenance": provenance,
-    }
-    directory, text, offset = layout_directory(
-        entry_name, description, payload_bytes, max_file_bytes=contents.max_file_bytes
+    uses, metadata = list(contents.uses), {} if contents.name is None else {"name": contents.name}
+    encoded = encode_directory(
+        {
+            "components": contents.components,
+            "objects": [item.to_json() for item in objects],
+            "bindings": contents.bindings,
+            "uses": uses,
+            "metadata": metadata,
+            "provenance": provenance,
+        }
     )
-    return Layout(directory, text, offset, artifact_id_of(text, directory.files))
+    records, text, offset = divide(entry_name, encoded, payload_bytes, contents.max_file_bytes)
+    files = tuple(FileRecord(record["path"], record["payload_bytes"]) for record in records)
+    directory = Directory(
+        dict(contents.components), tuple(objects), dict(contents.bindings), uses, files, metadata, provenance
+    )
+    return Layout(directory, text, offset, artifact_id_of(text, files))
 
 
 def artifact_id_of(text: bytes, files: Sequence[FileRecord]) -> bytes:
@@ -146,18 +151,25 @@ def artifact_id_of(text: bytes, files: Sequence[FileRecord]) -> bytes:
     return hashlib.sha256(plain).digest()[:ARTIFACT_ID_BYTES]
 
 
-def made_here(path: Path) -> Artifact | None:
-    """The artifact at ``path`` if ninferbuild made it: it parses, names ninferbuild, and its id recomputes."""
+def made_here(entry: Path) -> tuple[Path, ...] | None:
+    """The files of the set at ``entry``, entry first, if ninferbuild made it; None otherwise.
+
+    A set is ours if its directory names ninferbuild and its id recomputes. Nobody else's writer computes the id from
+    the text, so a text that passes is one that was written here, and need not be examined further.
+    """
     try:
-        artifact = Artifact(path)
-    except (ArtifactError, OSError):
+        with entry.open("rb") as file:
+            json_bytes, artifact_id = entry_header(file.read(HEADER.size))
+            text = file.read(json_bytes)
+        _, found, tail = text.rstrip(b" ").rpartition(b',"files":')
+        if not found or b'"provenance":{"converter":"%s"' % CONVERTER.encode() not in text:
+            return None
+        files = [FileRecord(record["path"], record["payload_bytes"]) for record in json.loads(tail[:-1])]
+    except (ArtifactError, OSError, ValueError, TypeError, KeyError):
         return None
-    if artifact.directory.provenance.get("converter") == CONVERTER:
-        text = _framing(path, artifact.payload_offset)[HEADER.size :]
-        if artifact_id_of(text, artifact.directory.files) == artifact.artifact_id:
-            return artifact
-    artifact.close()
-    return None
+    if artifact_id_of(text, files) != artifact_id:
+        return None
+    return (entry, *(entry.with_name(str(record.path)) for record in files[1:]))
 
 
 def _framing(entry: Path, length: int) -> bytes:
@@ -178,18 +190,22 @@ def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Pat
     Raises:
         FileExistsError: a file in the way was not made by ninferbuild.
     """
-    entry = layout_paths[0]
+    entry, report = layout_paths[0], report_path(layout_paths[0])
     old_parts: list[Path] = []
-    if entry.is_dir():
-        raise FileExistsError(f"{entry} is a directory; choose another output")
-    if os.path.lexists(entry):
-        old = made_here(entry)
-        if old is not None:
-            old_parts = [entry.with_name(str(record.path)) for record in old.directory.files[1:]]
-            old.close()
-        elif not overwrite:
+    for path in (entry, report):
+        if path.is_dir():
+            raise FileExistsError(f"{path} is a directory; choose another output")
+    old = made_here(entry) if os.path.lexists(entry) else None
+    if old is not None:
+        old_parts = list(old[1:])
+    elif not overwrite:
+        if os.path.lexists(entry):
             raise FileExistsError(
                 f"{entry} exists and was not made by ninferbuild; choose another output or give --overwrite"
+            )
+        if os.path.lexists(report) and not is_report(report):
+            raise FileExistsError(
+                f"{report} exists and is no report of ninferbuild; choose another output or give --overwrite"
             )
     for path in layout_paths[1:]:
         if os.path.lexists(path) and path not in old_parts and not overwrite:
@@ -252,12 +268,15 @@ def write(
     report: bytes | None,
     *,
     overwrite: bool,
+    accept: Callable[[Sequence[Path], Sequence[Path]], None] | None = None,
 ) -> None:
     """Write and publish the file set.
 
     Args:
         records: of the weights, in order.
         report: the conversion report, published beside the entry.
+        accept: called with the complete temporaries and the names they are about to get; when it raises, nothing is
+            published.
 
     Raises:
         FileExistsError: a foreign file is in the way.
@@ -265,6 +284,7 @@ def write(
         NinferbuildError: the disk is too small.
         OSError: a file cannot be written; nothing was published.
     """
+    decode_directory(layout.text, entry_name=entry.name)  # what a reader would refuse must not be written
     paths, lengths = layout.paths(entry), layout.lengths()
     old_parts = refuse_foreign(paths, overwrite=overwrite)
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -273,16 +293,29 @@ def write(
     staged_report: StagedFile | None = None
     try:
         if report is not None:
-            staged_report = StagedFile(entry.with_name(entry.name + ".conversion.json"))
+            staged_report = StagedFile(report_path(entry))
             staged_report.write(0, report)
         for path, length in zip(paths, lengths, strict=True):
             staged.append(StagedFile(path, length))
         _write_framing(layout, staged)
         _write_payload(layout, contents, records, cache, staged)
+        if accept is not None:
+            accept([file.path for file in staged], paths)
         publish(staged, staged_report, [path for path in old_parts if path not in paths])
     finally:
         for file in (*staged, *([staged_report] if staged_report is not None else [])):
             file.discard()
+
+
+def require_writable(entry: Path) -> None:
+    """Raises ``OSError`` when the output's directory cannot take files, nor be made."""
+    from ninferbuild.cache.filesystem import existing_parent
+
+    directory = existing_parent(entry.parent)
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{entry}: {directory} is not a directory; choose another output")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(f"{entry}: {directory} cannot be written; choose another output")
 
 
 def require_space(directory: Path, needed: int) -> None:

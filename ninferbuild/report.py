@@ -14,6 +14,8 @@ from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ninferbuild.version import VERSION
 
 if TYPE_CHECKING:
@@ -22,10 +24,31 @@ if TYPE_CHECKING:
     from ninferbuild.link import Layout
     from ninferbuild.plan import Parent
 
+CONVERTER = "ninferbuild"
+"""``provenance.converter`` of artifacts made here and of their reports."""
+
 
 def report_path(entry: Path) -> Path:
     """Where the report of the artifact ``entry`` lies."""
     return entry.with_name(entry.name + ".conversion.json")
+
+
+class _Provenance(msgspec.Struct):
+    converter: str
+
+
+class _Report(msgspec.Struct):
+    """What tells a report of ours; other members are skipped."""
+
+    provenance: _Provenance
+
+
+def is_report(path: Path) -> bool:
+    """Whether the file at ``path`` is a report that ninferbuild wrote."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Report).provenance.converter == CONVERTER
+    except (OSError, msgspec.MsgspecError):
+        return False
 
 
 def make_report(
@@ -99,7 +122,7 @@ def invocation(configured: Configured) -> dict[str, Any]:
     target, sources = configured.target, configured.sources
     paths = {"base": target.model, **target.sources}
     made: dict[str, Any] = {
-        "converter": "ninferbuild",
+        "converter": CONVERTER,
         "recipe": target.recipe,
         "sources": {name: {"path": str(paths[name])} for name in sources.opened},
     }

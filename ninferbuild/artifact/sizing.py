@@ -53,7 +53,24 @@ def layout_directory(
     except RecursionError as error:
         raise ArtifactError("directory: the description is nested too deeply or contains itself") from error
 
-    head = encode_json(root)[:-1]
+    files, text, start = divide(entry_name, encode_json(root), payload_bytes, max_file_bytes)
+    directory = parse_directory({**root, "files": files}, entry_name=entry_name)
+    return directory, text, start
+
+
+def divide(
+    entry_name: str, encoded: bytes, payload_bytes: int, max_file_bytes: int | None
+) -> tuple[list[dict[str, Any]], bytes, int]:
+    """Divide a payload into files, given the JSON text of a directory that lacks ``files``.
+
+    Returns:
+        the records of ``files``; the whole directory's text, padded to the length of the JSON region; the offset of
+        the payload in the entry.
+
+    Raises:
+        ArtifactError: the limit is too small.
+    """
+    head = encoded[:-1]
 
     def text(files: list[dict[str, Any]]) -> bytes:
         return b'%s,"files":%s}' % (head, encode_json(files))
@@ -63,12 +80,10 @@ def layout_directory(
     while True:
         start = HEADER.size + reserve
         files = _segments(entry_name, payload_bytes, start, max_file_bytes)
-        encoded = text(files)
-        if len(encoded) <= reserve:
-            break
-        reserve = _reserve(len(encoded))
-    directory = parse_directory({**root, "files": files}, entry_name=entry_name)
-    return directory, encoded.ljust(reserve), start
+        whole_text = text(files)
+        if len(whole_text) <= reserve:
+            return files, whole_text.ljust(reserve), start
+        reserve = _reserve(len(whole_text))
 
 
 def _reserve(text_bytes: int) -> int:
@@ -78,7 +93,8 @@ def _reserve(text_bytes: int) -> int:
 def _segments(entry_name: str, payload_bytes: int, start: int, limit: int | None) -> list[dict[str, Any]]:
     if limit is not None and start >= limit:
         raise ArtifactError(
-            f"a limit of {limit} bytes cannot hold the directory and payload: the directory takes {start}"
+            f"a limit of {limit} bytes cannot hold the directory and payload: the directory takes {start}; "
+            "allow larger files"
         )
     if limit is None or start + payload_bytes <= limit:
         return [{"path": None, "payload_bytes": payload_bytes}]
