@@ -154,7 +154,8 @@ def _user(frame: FrameType | None, *, reading_source: bool = False) -> str | Non
         file = frame.f_code.co_filename
         if is_within(name, "importlib") or (reading_source and name.partition(".")[0] in _SOURCE_READERS):
             return None
-        if not (file.startswith("<frozen ") or in_standard_library(os.path.abspath(file))):
+        transparent = name == __name__ or file.startswith("<frozen ") or in_standard_library(os.path.abspath(file))
+        if not transparent:
             if is_within(name, f"{OWN_PACKAGE}.user_modules"):
                 return None  # the text of a user's module: its code enters the fingerprint
             return next((own for own in COMPATIBILITY_PACKAGES if is_within(name, own)), name.partition(".")[0])
