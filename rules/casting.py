@@ -43,7 +43,8 @@ def _binary32(values: torch.Tensor, target: str, errors: ErrorFlags) -> torch.Te
     if values.is_floating_point() and rounded.numel():
         errors.note(
             torch.isnan(rounded.amax()),  # amax passes NaN on and needs no mask of the size of the block
-            f"cast_direct source contains NaN, whose conversion from {_name(values.dtype)} to {target} is undefined",
+            f"cast_direct source contains NaN, whose conversion from {_name(values.dtype)} to {target} is undefined; "
+            "mend the weights",
         )
     return rounded
 

@@ -44,13 +44,17 @@ def row_scales(maxima: torch.Tensor, errors: ErrorFlags) -> tuple[torch.Tensor, 
         bfloat16 scales and float32 reciprocals, both 0 for a row of zeros.
     """
     zero = maxima == 0
-    errors.note(~(maxima.amax() < math.inf), "FP8 row quantization source contains NaN or infinity")
+    errors.note(
+        ~(maxima.amax() < math.inf),
+        "FP8 row quantization source contains NaN or infinity; keep it in bf16 with cast_direct, or mend the weights",
+    )
     # Every quotient below the smallest scale either rounds to it or underflows, and is then set to it.
     scales = (maxima.double() / E4M3FN_MAX).clamp_min_(SMALLEST_SCALE).float().bfloat16()
     reciprocals = scales.double().reciprocal_().float().masked_fill_(zero, 0.0)
     # The products are at most max |x| / scale, which is near 448 wherever the reciprocal itself is finite.
     errors.note(
-        reciprocals.amax() == math.inf, "FP8 row quantization gives a non-finite value: the row is too small to scale"
+        reciprocals.amax() == math.inf,
+        "FP8 row quantization gives a non-finite value: the row is too small to scale; keep it in bf16",
     )
     return scales.masked_fill_(zero, 0.0), reciprocals
 

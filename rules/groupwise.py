@@ -70,8 +70,14 @@ def group_scales(maxima: torch.Tensor, qmax: int, errors: ErrorFlags) -> tuple[t
         finite reciprocal: its codes are 0 whatever that is.
     """
     largest = maxima.amax()
-    errors.note(~(largest < math.inf), "grouped quantization source contains NaN or infinity")
-    errors.note(largest >= OVERFLOW * qmax, "grouped quantization scale is not finite and positive")
+    errors.note(
+        ~(largest < math.inf),
+        "grouped quantization source contains NaN or infinity; keep it in bf16 with cast_direct, or mend the weights",
+    )
+    errors.note(
+        largest >= OVERFLOW * qmax,
+        "grouped quantization scale is not finite and positive: the weights are too large; keep them in bf16",
+    )
     # Every quotient below the smallest scale either rounds to it or underflows, and is then set to it.
     quotients = maxima.double().div_(qmax).clamp_min_(SMALLEST_SCALE)
     scales = quotients.float().half()

@@ -334,7 +334,7 @@ class TestUserMethods:
             recipe.prepare(device="cpu")
         assert isinstance(caught.value.__cause__, OSError)
         recipe.assign(["query", "key"], method=keyed)
-        with pytest.raises(ValueError, match=r"^query,key: KeyError 'clip'$"):
+        with pytest.raises(ValueError, match=r"^query,key: KeyError: 'clip'$"):
             recipe.prepare(device="cpu")
         recipe.assign(["query", "key"], method=forgetful)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"query,key: method forgetful must return request\.job"):

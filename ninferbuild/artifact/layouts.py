@@ -84,7 +84,7 @@ def _matrix(shape: Sequence[int], name: str) -> tuple[int, int]:
 def _typed(format: str | NumericFormat, kind: type[F], layout: str) -> F:
     record = get_format(format) if isinstance(format, str) else format
     if not isinstance(record, kind):
-        raise ValueError(f"format {record.name!r} cannot be stored in layout {layout!r}")
+        raise ValueError(f"layout {layout!r} does not accept format {record.name!r}")
     return record
 
 
@@ -182,7 +182,9 @@ def block_scale_geometry(shape: Sequence[int], divisors: int = 1) -> BlockScaleG
     name = Nvfp4Format.layout
     rows, columns = _matrix(shape, name)
     if rows % SCALE_TILE_ROWS or columns % 64:
-        raise ValueError(f"{name} needs N % 128 == 0 and K % 64 == 0, not {[rows, columns]}")
+        raise ValueError(
+            f"{name} needs N divisible by 128 and K divisible by 64, not {[rows, columns]}; choose another format"
+        )
     _positive_divisors(divisors)
     if rows % divisors:
         raise ValueError(f"NVFP4 divisor count must divide the plane's rows: {rows} rows, {divisors} divisors")

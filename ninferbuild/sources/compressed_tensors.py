@@ -146,7 +146,7 @@ def _describe_matrix(store: SafetensorsSource, name: str, shape: tuple[int, int]
     if encoding is None:
         description = store.tensor(name)
         if description.shape != shape:
-            raise ValueError(f"{name}: expected source shape {shape}, got {description.shape}")
+            raise ValueError(f"{store.path}: {name}: expected source shape {shape}, got {description.shape}")
         return description
     if encoding == "block FP8":
         return _describe_block_fp8(store, name, shape)
@@ -171,7 +171,7 @@ def _part(
     """The whole stored tensor as a part; its type and shape must be as given."""
     found = store.describe(name)
     if (found.dtype, found.shape) != (dtype, shape):
-        raise ValueError(f"{name}: expected {dtype}{shape}, got {found.dtype}{found.shape}")
+        raise ValueError(f"{found.file}: {name}: expected {dtype}{shape}, got {found.dtype}{found.shape}")
     return replace(store.tensor(name).parts[0], role=role, row_bytes=row_bytes, rows=rows)
 
 
@@ -179,12 +179,12 @@ def _scalar(store: SafetensorsSource, name: str) -> tuple[bytes, float]:
     """The FP32 word of a one-element tensor that has to be a divisor or its reciprocal."""
     found = store.describe(name)
     if found.dtype != "F32" or prod(found.shape) != 1:
-        raise ValueError(f"{name}: expected a source FP32 scalar, got {found.dtype}{found.shape}")
+        raise ValueError(f"{found.file}: {name}: expected a source FP32 scalar, got {found.dtype}{found.shape}")
     word = bytearray(4)
     RegionReader(store.tensor(name).parts[0].region).read_into(memoryview(word))
     value: float = struct.unpack("<f", word)[0]
     if not (isfinite(value) and value > 0):
-        raise ValueError(f"{name}: divisor must be finite and positive, not {value}")
+        raise ValueError(f"{found.file}: {name}: divisor must be finite and positive, not {value}")
     return bytes(word), value
 
 

@@ -156,7 +156,7 @@ class SafetensorsSource:
     def _entry(self, name: str) -> tuple[SafetensorsFile, Entry]:
         path = self.weight_map.get(name)
         if path is None:
-            raise ValueError(f"{self.path}: missing source tensor {name!r}")
+            raise ValueError(f"{self.path}: missing source tensor {name!r}; complete the checkpoint or leave it out")
         file = self._file(path)
         try:
             entry = file.header.get(name)
@@ -300,7 +300,7 @@ def tensor_source(
         return LogicalSource(shape, label, reader.read_values)
 
     def read(begin: int, end: int) -> torch.Tensor:
-        _require_shape(name, tuple(store.describe(name).shape), expected)
+        _require_shape(store, name, tuple(store.describe(name).shape), expected)
         values: torch.Tensor = store.read_flat(name, offset + begin, offset + end)
         return values
 
@@ -311,7 +311,7 @@ def _describe_view(
     store: SafetensorsSource, name: str, shape: tuple[int, ...], offset: int, expected: tuple[int, ...]
 ) -> Description:
     description = store.tensor(name)
-    _require_shape(name, description.shape, expected)
+    _require_shape(store, name, description.shape, expected)
     if offset == 0 and shape == expected:
         return description
     try:
@@ -320,6 +320,9 @@ def _describe_view(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _require_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _require_shape(store: Any, name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if actual != expected:
-        raise ValueError(f"{name}: expected source shape {expected}, got {actual}")
+        raise ValueError(
+            f"{store.path}: {name}: expected source shape {expected}, got {actual}; "
+            "the weights are not those that config.json describes"
+        )
