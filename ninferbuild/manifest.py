@@ -10,7 +10,7 @@ result cannot exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -112,11 +112,19 @@ def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
                 slots.append(Slot(f"{name}.values", f"{prod(item.source.shape)} values"))
         else:
             _described(name, described, lines, slots)
-            if parent.rule is None and (divisor := described.word("input_divisor")) is not None:
-                # A rule turns it into an auxiliary, which is never cached; a user's function may do anything with it.
-                lines.append(f"{name}.input_divisor: {divisor.hex()}")
+        if parent.rule is None:
+            # A rule turns divisors into auxiliaries, which are never cached; a user's function may do anything.
+            lines.append(f"{name}.weight divisor: {_scalar(item.source.weight_divisor)}")
+            lines.append(f"{name}.input divisor: {_scalar(item.source.input_divisor)}")
     lines += extra
     return Template(tuple(lines), tuple(slots))
+
+
+def _scalar(accessor: Callable[[], bytes] | None) -> str:
+    try:
+        return accessor().hex() if accessor is not None else "none"
+    except (ValueError, OSError) as error:  # the source offers none; the function would be told so
+        return f"none: {type(error).__name__}"
 
 
 def declares_content(source: LogicalSource) -> bool:
@@ -131,7 +139,9 @@ def _described(name: str, described: Description, lines: list[str], slots: list[
         lines.append(f"{name}.step.{number}: {canonical(step)}")
     if described.steps:
         lines.append(f"{name}.stored: {_shape(described.stored_shape)}")
-    lines += [f"{name}.{word}: {data.hex()}" for word, data in described.words if word != "input_divisor"]
+    if described.positions:
+        lines.append(f"{name}.positions: {canonical(described.positions)}")
+    lines += [f"{name}.{word}: {data.hex()}" for word, data in described.words]
     slots += [Slot(f"{name}.{part.role}", f"{part.region.length} bytes") for part in described.parts]
 
 
