@@ -70,12 +70,14 @@ def _print(output: Output, result: Verification) -> None:
     for subject, count in result.more.items():
         output.text(f"{subject}: {count} more")
     if result.unchecked:
-        output.text(f"{result.unchecked} objects could not be read and were not checked")
+        counted = "1 object" if result.unchecked == 1 else f"{result.unchecked} objects"
+        output.text(f"{counted} could not be read and {'was' if result.unchecked == 1 else 'were'} not checked")
     if result.exit_code:
         verdict = "is not valid" if result.invalid else "is valid"
         if result.different:
             verdict += f"{' and' if result.invalid else ' but'} not what {result.against} says"
-        output.report(f"{result.path} {verdict}: {result.invalid + result.different} findings")
+        count = result.invalid + result.different
+        output.report(f"{result.path} {verdict}: {count} finding{'s' if count > 1 else ''}")
         return
     files = f"{len(result.files)} file{'s' if len(result.files) > 1 else ''}"
     agrees = f", as {result.against} says" if result.against else ""
