@@ -146,7 +146,10 @@ def _describe_matrix(store: SafetensorsSource, name: str, shape: tuple[int, int]
     if encoding is None:
         description = store.tensor(name)
         if description.shape != shape:
-            raise ValueError(f"{store.path}: {name}: expected source shape {shape}, got {description.shape}")
+            raise ValueError(
+                f"{store.path}: {name}: expected source shape {shape}, got {description.shape}; "
+                "the weights are not those that config.json describes"
+            )
         return description
     if encoding == "block FP8":
         return _describe_block_fp8(store, name, shape)
