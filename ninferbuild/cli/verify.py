@@ -70,20 +70,25 @@ def _print(output: Output, result: Verification) -> None:
     for subject, count in result.more.items():
         output.text(f"{subject}: {count} more")
     if result.unchecked:
-        counted = "1 object" if result.unchecked == 1 else f"{result.unchecked} objects"
-        output.text(f"{counted} could not be read and {'was' if result.unchecked == 1 else 'were'} not checked")
+        was = "was" if result.unchecked == 1 else "were"
+        output.text(f"{_counted(result.unchecked, 'object')} could not be read and {was} not checked")
     if result.exit_code:
         verdict = "is not valid" if result.invalid else "is valid"
         if result.different:
             verdict += f"{' and' if result.invalid else ' but'} not what {result.against} says"
-        count = result.invalid + result.different
-        output.report(f"{result.path} {verdict}: {count} finding{'s' if count > 1 else ''}")
+        output.report(f"{result.path} {verdict}: {_counted(result.invalid + result.different, 'finding')}")
         return
-    files = f"{len(result.files)} file{'s' if len(result.files) > 1 else ''}"
-    agrees = f", as {result.against} says" if result.against else ""
-    output.report(
-        f"{result.path} is valid{agrees}: {result.objects} objects, {files}, {format_size(result.payload_bytes)}"
+    held = (
+        _counted(result.objects, "object"),
+        _counted(len(result.files), "file"),
+        format_size(result.payload_bytes),
     )
+    agrees = f", as {result.against} says" if result.against else ""
+    output.report(f"{result.path} is valid{agrees}: {', '.join(held)}")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @contextmanager
