@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 import struct
 
-from fixtures.bench import DOWN, LAYER, NORM, Bench, load, tmpfs, write
+from fixtures.breakable import DOWN, LAYER, NORM, Bench, load, tmpfs, write
 import numpy as np
 import pytest
 
