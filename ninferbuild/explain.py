@@ -125,7 +125,12 @@ def _of_surroundings(facts: Sequence[Fact]) -> Iterator[str]:
 
 
 def _of_inputs(facts: Sequence[Fact], names: Sequence[str], *, users: bool) -> list[str]:
-    """Lines about inputs: equal changes of several parameters are one line."""
+    """Lines about inputs: equal changes of several parameters are one line.
+
+    Args:
+        users: say also what only one of the manifests holds, as is the case with everything that only a user's
+            function sees.
+    """
     found: dict[str, list[str]] = {}
     roles: dict[int, dict[str, bool]] = {}
     for fact, old, new in facts:
@@ -164,11 +169,8 @@ def _aspects(rest: Sequence[str], old: str | None, new: str | None, users: bool)
         yield from _description_changes(old, new)
     elif rest[0] in ("step", "stored"):
         yield "transformation of the source changed"
-    elif rest[0] in _WORDS_OF_USERS:
-        if users:
-            yield change(_WORDS_OF_USERS[rest[0]], old, new)
-    else:
-        yield change(".".join(rest).replace("_", " "), old, new)
+    elif users or (old is not None and new is not None):
+        yield change(_WORDS_OF_USERS.get(rest[0], ".".join(rest).replace("_", " ")), old, new)
 
 
 _WORDS_OF_USERS = {
@@ -178,7 +180,6 @@ _WORDS_OF_USERS = {
     "override": "auxiliary override",
     "fingerprint": "fingerprint= of the source",
     "file": "file of the source",
-    "input_divisor": "input divisor",
 }
 
 
