@@ -1,0 +1,106 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+import compileall
+import json
+from pathlib import Path
+import shutil
+import signal
+import sys
+import tempfile
+from types import FrameType
+
+from benchmark.process import ChildFailed
+from benchmark.scenarios import SCENARIOS, SPARSE, Bench, Options, PayloadsDiffer
+from benchmark.table import render
+import ninferbuild
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ci/bench",
+        description="Measure ninferbuild on checkpoints of the real 27B geometry, beside a plain baseline and the "
+        "limits of the disk. docs/performance.md says what the columns mean. All that it writes is removed at the end.",
+    )
+    made.add_argument("--gigabytes", type=float, default=2.0, metavar="N", help="checkpoint to build (default: 2)")
+    made.add_argument("--sparse", action="store_true", help="build the whole 27B geometry from sparse files instead")
+    made.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: cpu)")
+    made.add_argument("--dir", type=Path, metavar="DIR", help="disk or RAM disk to work on (default: that of TMPDIR)")
+    made.add_argument("--recipe", default="qwen3_6_27b", help="what is built (default: qwen3_6_27b)")
+    made.add_argument("--only", nargs="+", choices=SCENARIOS, metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}")
+    made.add_argument("--repeat", type=int, default=1, metavar="N", help="best of N (default: 1)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    made.add_argument("--scale", type=int, default=1, help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
+    if given.gigabytes <= 0 or given.repeat < 1 or given.scale < 1:
+        parser().error("--gigabytes and --repeat must be positive")
+    for number in ENDING:
+        signal.signal(number, _interrupt)
+    base: Path = given.dir if given.dir is not None else Path(tempfile.gettempdir())
+    made = _make_directories(base)
+    work = Path(tempfile.mkdtemp(prefix="ninferbuild-bench-", dir=base))
+    options = Options(
+        device=given.device,
+        gigabytes=given.gigabytes,
+        recipe=given.recipe,
+        scenarios=tuple(given.only or (SPARSE if given.sparse else SCENARIOS)),
+        repeat=given.repeat,
+        sparse=given.sparse,
+        scale=given.scale,
+    )
+    # Modules that are compiled at their first import would count against whichever scenario comes first.
+    compileall.compile_dir(Path(ninferbuild.__file__).parent, quiet=2)
+    try:
+        results = Bench(work, options, _say).measure()
+        print(render(results))
+        if given.json is not None:
+            given.json.write_text(json.dumps(results.to_json(), indent=2) + "\n")
+    except (ChildFailed, PayloadsDiffer, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        _remove(work, made)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _make_directories(directory: Path) -> list[Path]:
+    """Make ``directory`` and what is missing above it; what was made, innermost first."""
+    missing = []
+    current = directory
+    while not current.exists():
+        missing.append(current)
+        current = current.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove(work: Path, made: Sequence[Path]) -> None:
+    """Remove the working directory and the directories above it that were made for it, whatever else is signalled."""
+    for number in (signal.SIGINT, *ENDING):
+        signal.signal(number, signal.SIG_IGN)
+    shutil.rmtree(work, ignore_errors=True)
+    for directory in made:
+        try:
+            directory.rmdir()
+        except OSError:  # somebody else uses it by now
+            return
