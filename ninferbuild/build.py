@@ -21,6 +21,7 @@ from ninferbuild.publish import recover
 from ninferbuild.session import open_cache, open_session
 
 if TYPE_CHECKING:
+    from ninferbuild.locked import LockGate
     from ninferbuild.target import Target
 
 __all__ = ["BuildPlan", "BuildResult", "PlannedAction", "build", "parameters", "plan"]
@@ -40,6 +41,7 @@ def build(
     keep_going: bool = False,
     jobs: int | None = None,
     explain: bool = False,
+    gate: LockGate | None = None,
     progress: Progress | None = None,
 ) -> BuildResult:
     """Build a target: encode what the cache does not hold, and link the artifact unless it is up to date.
@@ -53,9 +55,11 @@ def build(
         keep_going: after a failure, run what does not depend on it; nothing is linked then.
         jobs: actions at a time; None lets the device decide.
         explain: say why actions run, as notes to ``progress`` and in the result.
+        gate: holds the build to a lock: nothing is published that differs from it.
         progress: receives what happens.
 
     Raises:
+        BytesDifferError: the build would differ, or differs, from the lock of ``gate``.
         NinferbuildError, ValueError, TypeError, OSError: with one line that names the parameter, file or option.
             Finished actions are kept, and nothing half-written has the output's name.
     """
@@ -73,14 +77,15 @@ def build(
         lease.add([action.record.key for action in session.actions if action.record is not None])
         for kind, path in session.memo.distrusted.items():
             shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")
-        job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began)
+        if gate is not None:
+            gate.before_encoding(session, cache)
+        job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began, gate, linking=link)
         if explain:
             job.explained_execute(Explainer(cache, target.identity, rerun=rerun))
         else:
             job.execute()
         if not link:
-            job.record(None, ())
-            return job.result(None, False)
+            return job.finish_unlinked()
         for attempt in range(ATTEMPTS):
             try:
                 return job.link(overwrite)
@@ -94,6 +99,7 @@ def build(
 
 
 def _refuse_early(target: Target, overwrite: bool) -> None:
-    """A foreign output is refused before anything is encoded; an interrupted publication is finished first."""
+    """Refuse an output that cannot be written before anything is encoded; finish an interrupted publication first."""
+    linker.require_writable(target.out)
     recover(target.out)
     linker.refuse_foreign([target.out], overwrite=overwrite)

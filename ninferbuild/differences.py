@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,10 @@ def compare(
         partial: ``found`` lacks the files and some objects, because what they depend on is not known yet.
     """
     because = because or (lambda label: ())
-    differences = [*_sources(wanted.sources, found.sources)]
-    differences += _directory(wanted, found, partial)
-    differences += _objects(wanted.objects, found.objects, because, partial)
+    objects = list(_objects(wanted.objects, found.objects, because, partial))
+    # Auxiliary tensors stand among the objects and in the uses. What objects differ in says more than that they do.
+    passed_over = {name for name, skip in (("objects", objects or partial), ("uses", partial)) if skip}
+    differences = [*_sources(wanted.sources, found.sources), *_directory(wanted, found, passed_over), *objects]
     if not partial:
         differences += _files(wanted.files, found.files)
     if _differ(wanted.artifact_id, found.artifact_id):
@@ -93,9 +94,8 @@ def _sources(wanted: Mapping[str, str | None], found: Mapping[str, str | None]) 
             yield Difference(f"source {name}", "digest", wanted[name], found[name])
 
 
-def _directory(wanted: LockedTarget, found: LockedTarget, partial: bool) -> Iterator[Difference]:
-    # Objects and uses name auxiliary tensors, which a partial description lacks.
-    members = [name for name in wanted.directory if not (partial and name in ("objects", "uses"))]
+def _directory(wanted: LockedTarget, found: LockedTarget, passed_over: Collection[str]) -> Iterator[Difference]:
+    members = [name for name in wanted.directory if name not in passed_over]
     ours, theirs = wanted.information, found.information
     because = [
         explain.change(name, *map(_shown, values))

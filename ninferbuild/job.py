@@ -18,12 +18,15 @@ from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
 from ninferbuild.errors import CacheError, NinferbuildError
 from ninferbuild.history import Explainer, Explanation, parents_table, text_lines
 from ninferbuild.progress import Progress, action_line
+from ninferbuild.publish import replace_file
 from ninferbuild.report import encode_report, make_report, report_path
 from ninferbuild.resolve import Action
 from ninferbuild.session import Session
+from ninferbuild.staging import Staging
 
 if TYPE_CHECKING:
     from ninferbuild.execute import Executor
+    from ninferbuild.locked import LockGate
     from ninferbuild.plan import Parent
     from ninferbuild.target import Target
 
@@ -84,6 +87,9 @@ class Job:
         keep_going: bool,
         jobs: int | None,
         began: float,
+        gate: LockGate | None = None,
+        *,
+        linking: bool = True,
     ):
         self.session = session
         self.cache = cache
@@ -94,12 +100,15 @@ class Job:
         self.keep_going = keep_going
         self.jobs = jobs
         self.began = began
+        self.gate = gate
+        self.linking = linking
         self.prepared_at = began
         self.executed: set[int] = set()
         self.source_bytes = 0
         self.explanations: tuple[Explanation, ...] | None = None
         self._executor: Executor | None = None
         self._contents: linker.Contents | None = None
+        self._staging: Staging | None = None
 
     @property
     def target(self) -> Target:
@@ -169,12 +178,26 @@ class Job:
 
         # What the directory cannot hold is refused before anything is encoded.
         self._contents = self.session.contents()
+        if self.linking and executor.staging is None:
+            executor.staging = self._stage(self._contents)
         graph = action_graph(self.session, self._contents, run)
         try:
             graphs.run(graph, workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
         except graphs.Failures as failed:
             self.writer.flush()
             self._raise(failed)
+
+    def _stage(self, contents: linker.Contents) -> Staging:
+        """Temporaries of the output; digests change nothing about where its bytes lie."""
+        digests = dict.fromkeys(self.session.configured.sources.opened, bytes(16))
+        layout = linker.lay_out(contents, self.target.out.name, payload_digests=None, source_digests=digests)
+        self._staging = Staging(layout, self.target.out)
+        return self._staging
+
+    def close(self) -> None:
+        """Remove temporaries of an output that was not published."""
+        if self._staging is not None:
+            self._staging.discard()
 
     def _raise(self, failed: graphs.Failures) -> None:
         errors = [error for _, error in failed.failures]
@@ -209,7 +232,7 @@ class Job:
         from ninferbuild.cache.filesystem import existing_parent, free_bytes
 
         fresh = sum(_payload_bytes(action.parent) for action in missing)
-        linked = sum(_payload_bytes(parent) for parent in self.session.planned.parents)
+        linked = sum(_payload_bytes(parent) for parent in self.session.planned.parents) if self.linking else 0
         directory, out = self.cache.path, existing_parent(self.target.out.parent)
         same = os.stat(directory).st_dev == os.stat(out).st_dev
         free = free_bytes(directory)
@@ -220,6 +243,8 @@ class Job:
                 f"{directory}: {needed} bytes are needed {what} and {free} are free; make room, or set [cache] dir or "
                 "NINFERBUILD_CACHE to another disk"
             )
+        if self.linking and not same:
+            linker.require_space(out, linked)
 
     def records(self) -> list[ActionRecord]:
         """The record of each parent's action, in parent order."""
@@ -234,19 +259,41 @@ class Job:
         session, target = self.session, self.target
         contents, records = self._contents or session.contents(), self.records()
         digests = linker.payload_digests(contents, records)
-        layout = linker.lay_out(
-            contents, target.out.name, payload_digests=digests, source_digests=session.source_digests()
-        )
+        layout = self._lay_out(contents, digests)
         last = next(iter(self.cache.builds(target.identity, limit=1)), None)
-        if linker.up_to_date(layout, target.out, last.files if last is not None else (), digests):
+        published = last.files if last is not None else ()
+        if linker.up_to_date(layout, target.out, published, digests) and (
+            self.gate is None or self.gate.holds(layout.paths(target.out))
+        ):
             if not report_path(target.out).exists():
                 self._write_report(contents, records, layout)
             self.record(layout, records)
             return self.result(layout, True)
         report = encode_report(self._report(contents, records, layout))
-        linker.write(layout, contents, records, self.cache, target.out, report, overwrite=overwrite)
+        accept = self.gate.accept if self.gate is not None else None
+        linker.write(layout, contents, records, self.cache, target.out, report, overwrite=overwrite, accept=accept, staging=self._staging)
         self.record(layout, records)
         return self.result(layout, False)
+
+    def finish_unlinked(self) -> BuildResult:
+        """End a build that only fills the cache."""
+        if self.gate is not None:
+            contents = self._contents or self.session.contents()
+            self._lay_out(contents, linker.payload_digests(contents, self.records()))
+        self.record(None, ())
+        return self.result(None, False)
+
+    def _lay_out(self, contents: linker.Contents, digests: Sequence[bytes]) -> linker.Layout:
+        """The layout of what was built; a lock is compared with it."""
+        layout = linker.lay_out(
+            contents,
+            self.target.out.name,
+            payload_digests=digests,
+            source_digests=self.session.source_digests(),
+        )
+        if self.gate is not None:
+            self.gate.before_linking(self.session, self.cache, contents, layout)
+        return layout
 
     def _report(
         self, contents: linker.Contents, records: Sequence[ActionRecord], layout: linker.Layout
@@ -269,15 +316,7 @@ class Job:
         )
 
     def _write_report(self, contents: linker.Contents, records: Sequence[ActionRecord], layout: linker.Layout) -> None:
-        from ninferbuild.publish import StagedFile
-
-        staged = StagedFile(report_path(self.target.out))
-        try:
-            staged.write(0, encode_report(self._report(contents, records, layout)))
-            staged.sync()
-            os.replace(staged.path, staged.target)
-        finally:
-            staged.discard()
+        replace_file(report_path(self.target.out), encode_report(self._report(contents, records, layout)))
 
     def record(self, layout: linker.Layout | None, records: Sequence[ActionRecord]) -> None:
         """Remember this build: what pruning must keep and what the next one is compared with."""

@@ -13,7 +13,7 @@ exists nothing but temporaries has been made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import os
 from pathlib import Path
@@ -37,11 +37,14 @@ class StagedFile:
     def __init__(self, target: Path, length: int | None = None):
         self.target = target
         self.path = target.with_name(f".{target.name}.{secrets.token_hex(6)}{SUFFIX}")
-        self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with _naming(target):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._descriptor: int | None = os.open(self.path, flags, 0o666)
         try:
             platform_io.lock_exclusive(self._descriptor)
             if length is not None:
-                os.ftruncate(self._descriptor, length)
+                with _naming(target):
+                    os.ftruncate(self._descriptor, length)
         except BaseException:
             self.discard()
             raise
@@ -55,14 +58,16 @@ class StagedFile:
     def write(self, position: int, data: memoryview | bytes) -> None:
         """Write all of ``data`` at ``position``."""
         view = memoryview(data)
-        while len(view):
-            count = os.pwrite(self.descriptor, view, position)
-            position += count
-            view = view[count:]
+        with _naming(self.target):
+            while len(view):
+                count = os.pwrite(self.descriptor, view, position)
+                position += count
+                view = view[count:]
 
     def sync(self) -> None:
         """Wait until the bytes are on the disk."""
-        os.fsync(self.descriptor)
+        with _naming(self.target):
+            os.fsync(self.descriptor)
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -74,6 +79,15 @@ class StagedFile:
         self.close()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Let system errors name the file that was to be made, not its temporary, or a descriptor without a name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(target)) from error
 
 
 class Journal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,20 +184,6 @@ def _carry_on(entry: Path, steps: Journal) -> None:
     platform_io.sync_directory(directory)
 
 
-def _move(source: Path, target: Path) -> None:
-    if source.exists():
-        os.replace(source, target)
-
-
-def recover(entry: Path) -> bool:
-    """Finish an interrupted publication of ``entry`` and remove temporaries that nobody works on any more.
-
-    Returns:
-        whether a publication was finished.
-    """
-    if not entry.parent.is_dir():
-        return False
-    with platform_io.locked_directory(entry.parent):
 def replace_file(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` in one step: whoever opens it finds all of the old bytes or all of the new ones.
 
@@ -200,6 +200,20 @@ def replace_file(path: Path, data: bytes) -> None:
     platform_io.sync_directory(path.parent)
 
 
+def _move(source: Path, target: Path) -> None:
+    if source.exists():
+        os.replace(source, target)
+
+
+def recover(entry: Path) -> bool:
+    """Finish an interrupted publication of ``entry`` and remove temporaries that nobody works on any more.
+
+    Returns:
+        whether a publication was finished.
+    """
+    if not entry.parent.is_dir():
+        return False
+    with platform_io.locked_directory(entry.parent):
         return _recover(entry)
 
 

@@ -19,6 +19,7 @@ from ninferbuild.target import load_targets
         "build qwen3.6-27b --device cpu",
         "build qwen3.6-27b --assign 'text/layers/3/mlp/*=q6_g64_fp16'",
         "build --dry-run qwen3.6-27b",
+        "build --locked qwen3.6-27b              # exits with 3 unless the bytes are those of ninferbuild.lock",
         "build qwen3.6-27b --explain             # what changed since the last build, on standard error",
     ),
 )
@@ -26,6 +27,11 @@ from ninferbuild.target import load_targets
 @file_option
 @click.option(
     "--device", metavar="DEVICE", help="cuda, cuda:1, cpu; default: the target's, else CUDA where there is one."
+)
+@click.option(
+    "--locked",
+    is_flag=True,
+    help="Hold the build to ninferbuild.lock: say what differs, publish nothing that does, and exit with 3.",
 )
 @build_options
 @change_options

@@ -23,6 +23,8 @@ COMMANDS = {
     "list": "list_",
     "inspect": "inspect",
     "verify": "verify",
+    "lock": "lock",
+    "reproduce": "reproduce",
     "init": "init",
     "cache": "cache",
 }

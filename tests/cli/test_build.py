@@ -16,6 +16,7 @@ ASKED = {
     "keep_going": False,
     "jobs": None,
     "explain": False,
+    "gate": None,
 }
 
 
@@ -46,6 +47,7 @@ def test_options_reach_the_engine(project: Path, run: Any, engine: Any) -> None:
         "keep_going": True,
         "jobs": 3,
         "explain": True,
+        "gate": None,
     }
     assert (target.name, target.rows_per_chunk, target.assigns[0].format) == ("b", 7, "bf16")
     assert "nothing linked" in ran.out
