@@ -80,6 +80,7 @@ def build(
         if gate is not None:
             gate.before_encoding(session, cache)
         job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began, gate, linking=link)
+        stack.callback(job.close)
         if explain:
             job.explained_execute(Explainer(cache, target.identity, rerun=rerun))
         else:

@@ -46,10 +46,10 @@ class PayloadSink:
 
     Args:
         planes: geometry of the payload, in file order.
-        put: stores one full block and returns its digest.
+        put: stores one full block, given its offset in the payload, and returns its digest.
     """
 
-    def __init__(self, planes: Sequence[Plane], put: Callable[[memoryview], bytes]):
+    def __init__(self, planes: Sequence[Plane], put: Callable[[int, memoryview], bytes]):
         self._planes = planes
         self._put = put
         self._open: list[bytearray | None] = [None] * len(planes)
@@ -77,7 +77,8 @@ class PayloadSink:
     def _close(self, plane: int) -> None:
         block = self._open[plane]
         assert block is not None
-        self._blocks[plane].append((self._put(memoryview(block).toreadonly()), len(block)))
+        offset = self._planes[plane].offset + self._done[plane]
+        self._blocks[plane].append((self._put(offset, memoryview(block).toreadonly()), len(block)))
         self._done[plane] += len(block)
         self._open[plane], self._filled[plane] = None, 0
 

@@ -33,6 +33,7 @@ from ninferbuild.user_errors import message_of
 
 if TYPE_CHECKING:
     from ninferbuild.plan import Parent
+    from ninferbuild.staging import Staging
 
 SMALLEST_CHUNK = 256 << 10
 """Chunks are not made smaller than this many bytes when the device runs out of memory."""
@@ -55,6 +56,7 @@ class Executor:
         advance: told source bytes as they are encoded.
         target: identity of the target, kept with each result.
         threads: torch's threads within one action.
+        staging: the output's temporaries, filled while payloads are made; None when nothing will be linked.
     """
 
     cache: Cache
@@ -66,6 +68,7 @@ class Executor:
     advance: Callable[[int], None]
     cancel: threading.Event
     threads: int = 1
+    staging: Staging | None = None
     source_bytes: int = 0
     executed: set[bytes] = field(default_factory=set)
     seconds: dict[bytes, float] = field(default_factory=dict)
@@ -108,6 +111,8 @@ class Executor:
         record = replace_seconds(record, time.perf_counter() - began)
         self.writer.action(record, self.resolver.probe(action))
         action.record = record
+        if self.staging is not None:
+            self.staging.mark([parent.target.id for parent in action.parents])
         with self._count_lock:
             self.source_bytes += record.source_bytes
             self.executed.add(record.key)
@@ -117,10 +122,10 @@ class Executor:
         deps: tuple[Dep, ...] = ()
         if action.user:
             with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
-                blocks, digest, digests, count = self._encode(action.parent)
+                blocks, digest, digests, count = self._encode(action)
             deps = _file_deps(opened.paths)
         else:
-            blocks, digest, digests, count = self._encode(action.parent)
+            blocks, digest, digests, count = self._encode(action)
         self.memo.check_unchanged(action.stored_regions())
         self._compare(action, digests)
         text = action.settle(digests)
@@ -129,15 +134,14 @@ class Executor:
             self.writer.remember(rows)
         return self._record(action, text, blocks, digest, count, deps=deps)
 
-    def _encode(self, parent: Parent) -> tuple[tuple[tuple[bytes, int], ...], bytes, list[bytes], int]:
+    def _encode(self, action: Action) -> tuple[tuple[tuple[bytes, int], ...], bytes, list[bytes], int]:
+        parent = action.parent
         target = parent.request.target
         chunk = CUDA_CHUNK_BYTES if self.device().type == "cuda" else CHUNK_BYTES
         if parent.request.rows_per_chunk != 512 and len(target.shape) == 2:
             chunk = max(1, parent.request.rows_per_chunk * target.shape[1] * 2)
         while True:
-            sink = PayloadSink(
-                planes_of(target.layout, target.format, target.shape, target.divisors), self.writer.block
-            )
+            sink = self._sink(action)
             try:
                 digests, count = encode(
                     parent, sink, self.device(), chunk_bytes=chunk, cancel=self.cancel, advance=self.advance
@@ -153,6 +157,21 @@ class Executor:
             else:
                 return *sink.finish(), digests, count
 
+    def _sink(self, action: Action) -> PayloadSink:
+        """Where the bytes of an action's planes go: to the cache, and to the output's temporaries if there are any."""
+        target = action.parent.request.target
+        planes = planes_of(target.layout, target.format, target.shape, target.divisors)
+        staging = self.staging
+        if staging is None:
+            return PayloadSink(planes, lambda offset, data: self.writer.block(data))
+        objects = [parent.target.id for parent in action.parents]
+
+        def put(offset: int, data: memoryview) -> bytes:
+            staging.write(objects, offset, data)
+            return self.writer.block(data)
+
+        return PayloadSink(planes, put)
+
     def _user(self, action: Action) -> ActionRecord:
         if any(digest is None for digest in action.digests):
             self.resolver.hash(action, self.cancel)
@@ -165,9 +184,7 @@ class Executor:
         with SpillWriter(action.parent.request.target, self.cache.path) as spill:
             with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
                 prepared.method.produce(TensorOutput(spill, target.id))
-            sink = PayloadSink(
-                planes_of(target.layout, target.format, target.shape, target.divisors), self.writer.block
-            )
+            sink = self._sink(action)
             spill.feed(sink)
         blocks, digest = sink.finish()
         self.memo.check_unchanged(action.stored_regions())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ninferbuild import graph as graphs
 from ninferbuild import link as linker
+from ninferbuild import platform_io
 from ninferbuild.action_graph import action_graph
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
@@ -22,6 +23,7 @@ from ninferbuild.publish import replace_file
 from ninferbuild.report import encode_report, make_report, report_path
 from ninferbuild.resolve import Action
 from ninferbuild.session import Session
+from ninferbuild.staging import Staging
 
 if TYPE_CHECKING:
     from ninferbuild.execute import Executor
@@ -72,6 +74,10 @@ class BuildResult:
         }
 
 
+LARGEST_BUFFER = 32 << 20
+"""Bytes of the largest buffers that encoding takes and frees again and again."""
+
+
 class Job:
     """The second half of a build: running actions and linking."""
 
@@ -107,6 +113,7 @@ class Job:
         self.explanations: tuple[Explanation, ...] | None = None
         self._executor: Executor | None = None
         self._contents: linker.Contents | None = None
+        self._staging: Staging | None = None
 
     @property
     def target(self) -> Target:
@@ -176,12 +183,26 @@ class Job:
 
         # What the directory cannot hold is refused before anything is encoded.
         self._contents = self.session.contents()
+        if self.linking and executor.staging is None:
+            executor.staging = self._stage(self._contents)
         graph = action_graph(self.session, self._contents, run)
         try:
             graphs.run(graph, workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
         except graphs.Failures as failed:
             self.writer.flush()
             self._raise(failed)
+
+    def _stage(self, contents: linker.Contents) -> Staging:
+        """Temporaries of the output; digests change nothing about where its bytes lie."""
+        digests = dict.fromkeys(self.session.configured.sources.opened, bytes(16))
+        layout = linker.lay_out(contents, self.target.out.name, payload_digests=None, source_digests=digests)
+        self._staging = Staging(layout, self.target.out)
+        return self._staging
+
+    def close(self) -> None:
+        """Remove temporaries of an output that was not published."""
+        if self._staging is not None:
+            self._staging.discard()
 
     def _raise(self, failed: graphs.Failures) -> None:
         errors = [error for _, error in failed.failures]
@@ -194,6 +215,7 @@ class Job:
         from ninferbuild.execute import Executor
 
         self.progress.note(f"encoding on {self.session.device()}")
+        platform_io.keep_freed_memory(LARGEST_BUFFER)
         return Executor(
             cache=self.cache,
             writer=self.writer,
@@ -255,7 +277,17 @@ class Job:
             return self.result(layout, True)
         report = encode_report(self._report(contents, records, layout))
         accept = self.gate.accept if self.gate is not None else None
-        linker.write(layout, contents, records, self.cache, target.out, report, overwrite=overwrite, accept=accept)
+        linker.write(
+            layout,
+            contents,
+            records,
+            self.cache,
+            target.out,
+            report,
+            overwrite=overwrite,
+            accept=accept,
+            staging=self._staging,
+        )
         self.record(layout, records)
         return self.result(layout, False)
 

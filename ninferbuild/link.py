@@ -35,6 +35,7 @@ from ninferbuild.report import CONVERTER, is_report, report_path
 if TYPE_CHECKING:
     from ninferbuild.auxiliaries import AuxiliaryObject
     from ninferbuild.cache import ActionRecord, Cache
+    from ninferbuild.staging import Staging
 
 FREE_SPACE_MARGIN = 16 << 20
 
@@ -269,11 +270,13 @@ def write(
     *,
     overwrite: bool,
     accept: Callable[[Sequence[Path], Sequence[Path]], None] | None = None,
+    staging: Staging | None = None,
 ) -> None:
     """Write and publish the file set.
 
     Args:
         records: of the weights, in order.
+        staging: temporaries that hold payloads already.
         report: the conversion report, published beside the entry.
         accept: called with the complete temporaries and the names they are about to get; when it raises, nothing is
             published.
@@ -288,17 +291,19 @@ def write(
     paths, lengths = layout.paths(entry), layout.lengths()
     old_parts = refuse_foreign(paths, overwrite=overwrite)
     entry.parent.mkdir(parents=True, exist_ok=True)
-    require_space(entry.parent, sum(lengths) + len(report or b""))
-    staged: list[StagedFile] = []
+    taken = staging.take(layout, entry) if staging is not None else None
+    staged, complete = taken if taken is not None else ([], frozenset())
     staged_report: StagedFile | None = None
     try:
+        if taken is None:
+            require_space(entry.parent, sum(lengths) + len(report or b""))
         if report is not None:
             staged_report = StagedFile(report_path(entry))
             staged_report.write(0, report)
-        for path, length in zip(paths, lengths, strict=True):
-            staged.append(StagedFile(path, length))
+        if taken is None:
+            staged.extend(StagedFile(path, length) for path, length in zip(paths, lengths, strict=True))
         _write_framing(layout, staged)
-        _write_payload(layout, contents, records, cache, staged)
+        _write_payload(layout, contents, records, cache, staged, complete)
         if accept is not None:
             accept([file.path for file in staged], paths)
         publish(staged, staged_report, [path for path in old_parts if path not in paths])
@@ -345,6 +350,7 @@ def _write_payload(
     records: Sequence[ActionRecord],
     cache: Cache,
     staged: Sequence[StagedFile],
+    complete: frozenset[str],
 ) -> None:
     segments = SegmentMap(layout.directory.files, layout.payload_offset)
 
@@ -359,9 +365,12 @@ def _write_payload(
         put(next(objects).offset, data)
     with cache.reading() as view:
         for record in records:
-            offset = next(objects).offset
+            item = next(objects)
+            if item.id in complete:
+                continue
+            offset = item.offset
             for block in view.blocks(record):
                 put(offset, block)
                 offset += len(block)
-    for item in contents.auxiliaries:
-        put(next(objects).offset, item.data)
+    for auxiliary in contents.auxiliaries:
+        put(next(objects).offset, auxiliary.data)

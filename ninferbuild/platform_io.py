@@ -124,3 +124,20 @@ else:
         except OSError:
             return True
         return True
+
+
+def keep_freed_memory(largest: int) -> None:
+    """Let the allocator keep freed blocks of up to ``largest`` bytes instead of returning each to the system.
+
+    A build frees and takes buffers of some MiB all the time; taking fresh pages for each costs more than filling them.
+    Only glibc needs to be told, and other allocators are left as they are.
+    """
+    import ctypes
+
+    mmap_threshold, trim_threshold = -3, -1
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    mallopt(mmap_threshold, largest)
+    mallopt(trim_threshold, 4 * largest)
