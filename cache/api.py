@@ -149,29 +149,34 @@ class Cache:
         Args:
             peek: do not count the lookup as a hit or a miss.
         """
+        return self.find_all([(key, manifest)], peek=peek)[0]
+
+    def find_all(self, wanted: Sequence[tuple[bytes, str]], *, peek: bool = False) -> list[ActionRecord | None]:
+        """:meth:`find` for many pairs of key and manifest, within one snapshot."""
         store = self._open_store
-        found, damaged = None, False
+        found: list[ActionRecord | None] = []
+        damaged: list[bytes] = []
         try:
             with store.index.read() as transaction:
-                found = transaction.get(ACTIONS, key, StoredAction)
-                damaged = found is None and transaction.has(ACTIONS, key)
-                if found is not None and not (
-                    key not in store.lost
-                    and _manifest(transaction, key) == manifest
-                    and self._complete(transaction, found.blocks)
-                ):
-                    found = None
+                for key, manifest in wanted:
+                    stored = transaction.get(ACTIONS, key, StoredAction)
+                    if stored is None and transaction.has(ACTIONS, key):
+                        damaged.append(key)
+                    whole = (
+                        stored is not None
+                        and key not in store.lost
+                        and _manifest(transaction, key) == manifest
+                        and self._complete(transaction, stored.blocks)
+                    )
+                    found.append(_public(key, manifest, stored) if stored is not None and whole else None)
         except lmdb.Error as error:
             store.notices.append(f"cache index {store.index_folder} cannot be read: {error}")
-            found = None
-        if damaged:
+            found += [None] * (len(wanted) - len(found))
+        for key in damaged:
             store.drop_record(key)
         if not peek:
-            if found is None:
-                store.note_miss()
-            else:
-                store.note_hit(key, found)
-        return None if found is None else _public(key, manifest, found)
+            store.note_lookups(found)
+        return found
 
     def _complete(self, transaction: Transaction, blocks: Iterable[tuple[bytes, int]]) -> bool:
         store = self._open_store

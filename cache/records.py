@@ -17,11 +17,14 @@ SEAL_BYTES = 8
 R = TypeVar("R", bound="Record")
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """Base of everything stored: positional msgpack, so new fields go last and need a default."""
+class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of everything stored: positional msgpack, so new fields go last and need a default.
+
+    Plain data cannot form cycles, so the garbage collector need not look at it.
+    """
 
 
-class AuxiliaryRow(Record, array_like=True, frozen=True):
+class AuxiliaryRow(Record, array_like=True, frozen=True, gc=False):
     """One auxiliary tensor that a user's method returned, named by the position of its input in the action.
 
     Attributes:
@@ -41,14 +44,14 @@ class AuxiliaryRow(Record, array_like=True, frozen=True):
     data: bytes
 
 
-class Dep(Record, array_like=True, frozen=True):
+class Dep(Record, array_like=True, frozen=True, gc=False):
     """A file that a user's function read while it ran; a later hit needs it unchanged."""
 
     path: str
     digest: bytes
 
 
-class ActionRecord(Record, array_like=True, frozen=True):
+class ActionRecord(Record, array_like=True, frozen=True, gc=False):
     """The result of one action.
 
     Attributes:
@@ -82,7 +85,7 @@ class ActionRecord(Record, array_like=True, frozen=True):
     deps: tuple[Dep, ...] = ()
 
 
-class BuildRecord(Record, array_like=True, frozen=True):
+class BuildRecord(Record, array_like=True, frozen=True, gc=False):
     """One finished build of a target.
 
     Attributes:
@@ -104,7 +107,7 @@ class BuildRecord(Record, array_like=True, frozen=True):
     extra: dict[str, Any] = {}
 
 
-class StoredAction(Record, array_like=True, frozen=True):
+class StoredAction(Record, array_like=True, frozen=True, gc=False):
     """:class:`ActionRecord` as stored: the manifest has a row of its own, which outlives this one."""
 
     kind: str
@@ -122,7 +125,7 @@ class StoredAction(Record, array_like=True, frozen=True):
     made: float
 
 
-class StoredBuild(Record, array_like=True, frozen=True):
+class StoredBuild(Record, array_like=True, frozen=True, gc=False):
     """:class:`BuildRecord` as stored: equal key lists of successive builds share one row."""
 
     target: str
@@ -134,7 +137,7 @@ class StoredBuild(Record, array_like=True, frozen=True):
     extra: dict[str, Any]
 
 
-class StoredBlock(Record, array_like=True, frozen=True):
+class StoredBlock(Record, array_like=True, frozen=True, gc=False):
     """Where a block is. ``session`` wrote it, or needed it last."""
 
     segment: int
@@ -142,14 +145,14 @@ class StoredBlock(Record, array_like=True, frozen=True):
     session: bytes
 
 
-class StoredDigest(Record, array_like=True, frozen=True):
+class StoredDigest(Record, array_like=True, frozen=True, gc=False):
     """A row of the memo: the digest of a region, and the day (since the epoch) on which it was last written."""
 
     digest: bytes
     day: int
 
 
-class StoredLease(Record, array_like=True, frozen=True):
+class StoredLease(Record, array_like=True, frozen=True, gc=False):
     """Keys that a live session needs: those listed, and what it has made since ``since``."""
 
     session: bytes
@@ -158,20 +161,20 @@ class StoredLease(Record, array_like=True, frozen=True):
     keys: bytes  # concatenated
 
 
-class Recency(Record, array_like=True, frozen=True):
+class Recency(Record, array_like=True, frozen=True, gc=False):
     """When an action was last a hit, and how often it was one."""
 
     used: float
     hits: int
 
 
-class Raw(Record, array_like=True, frozen=True):
+class Raw(Record, array_like=True, frozen=True, gc=False):
     """Bytes that need no structure: a manifest, a list of keys."""
 
     data: bytes
 
 
-class Number(Record, array_like=True, frozen=True):
+class Number(Record, array_like=True, frozen=True, gc=False):
     """One counter."""
 
     value: float
@@ -181,11 +184,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {}
 
 
-def _seal(table: bytes, key: bytes, body: bytes | memoryview) -> bytes:
-    state = xxhash.xxh3_64(table)
-    state.update(key)
-    state.update(body)
-    return state.digest()
+_seeds: dict[bytes, int] = {}
+
+
+def _seal(table: bytes, key: bytes, body: bytes) -> bytes:
+    """``xxh3_64`` of key and body, seeded with the table and the length of the key."""
+    seed = _seeds.get(table)
+    if seed is None:
+        seed = _seeds[table] = xxhash.xxh3_64_intdigest(table) >> 16
+    return xxhash.xxh3_64_digest(key + body, seed + len(key))
 
 
 def encode(table: bytes, key: bytes, record: Record) -> bytes:
@@ -196,7 +203,7 @@ def encode(table: bytes, key: bytes, record: Record) -> bytes:
 
 def decode(table: bytes, key: bytes, stored: bytes, kind: type[R]) -> R | None:
     """The record, or None when the bytes are not what was stored under this key of this table."""
-    body = memoryview(stored)[:-SEAL_BYTES]
+    body = stored[:-SEAL_BYTES]
     if len(stored) <= SEAL_BYTES or _seal(table, key, body) != stored[-SEAL_BYTES:]:
         return None
     decoder = _decoders.get(kind)

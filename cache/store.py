@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ninferbuild.cache import index as tables
 from ninferbuild.cache.environment import STAMP_FILE, examine, set_aside, stamp
 from ninferbuild.cache.index import ACTIONS, LEASES, RECENCY, Index
 from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
-from ninferbuild.cache.records import Recency, StoredAction, StoredBlock, StoredLease
+from ninferbuild.cache.records import ActionRecord, Recency, StoredBlock, StoredLease
 from ninferbuild.cache.salvage import salvage
 from ninferbuild.cache.segments import DROPPED_SUFFIX, Segments
 from ninferbuild.errors import CacheError
@@ -72,7 +73,7 @@ class Store:
         self._pending_leases: dict[bytes, tuple[str, float]] = {}
         self.lost: set[bytes] = set()  # keys found damaged that a read-only cache cannot drop
         self._touched: dict[bytes, tuple[float, int]] = {}  # key → when it was last a hit, hits
-        self._saved: dict[bytes, float] = {}
+        self._saved: defaultdict[bytes, float] = defaultdict(float)
         self._use: FileLock | None = None
         self._session: Session | None = None
         self._missing_segments: set[int] = set()
@@ -225,22 +226,21 @@ class Store:
 
     # -- recency ---------------------------------------------------------------------------------------------------
 
-    def note_hit(self, key: bytes, record: StoredAction) -> None:
-        """Remember a hit; it is written with the next transaction that has to happen anyway."""
+    def note_lookups(self, found: Iterable[ActionRecord | None]) -> None:
+        """Count hits and misses; they are written with the next transaction that has to happen anyway."""
+        now = time.time()
         with self.mutex:
-            _, count = self._touched.get(key, (0.0, 0))
-            self._touched[key] = (time.time(), count + 1)
-            if not count:
-                for name, amount in (
-                    (b"hits", 1.0),
-                    (b"saved_bytes", record.length),
-                    (b"saved_seconds", record.seconds),
-                ):
-                    self._saved[name] = self._saved.get(name, 0.0) + amount
-
-    def note_miss(self) -> None:
-        with self.mutex:
-            self._saved[b"misses"] = self._saved.get(b"misses", 0.0) + 1
+            saved = self._saved
+            for record in found:
+                if record is None:
+                    saved[b"misses"] += 1
+                    continue
+                _, count = self._touched.get(record.key, (0.0, 0))
+                self._touched[record.key] = (now, count + 1)
+                if not count:
+                    saved[b"hits"] += 1
+                    saved[b"saved_bytes"] += record.length
+                    saved[b"saved_seconds"] += record.seconds
 
     def pending_number(self, name: bytes) -> float:
         """What is to be added to a counter with the next transaction."""
@@ -251,7 +251,7 @@ class Store:
         """Write what was remembered. If the transaction fails, so much is lost."""
         with self.mutex:
             touched, self._touched = self._touched, {}
-            saved, self._saved = self._saved, {}
+            saved, self._saved = self._saved, defaultdict(float)
         for key, (used, count) in touched.items():
             old = transaction.get(RECENCY, key, Recency)
             transaction.put(RECENCY, key, Recency(used, count + (old.hits if old else 0)))
