@@ -21,7 +21,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from ninferbuild.origins import COMPATIBILITY_PACKAGES, is_within
+from ninferbuild.origins import COMPATIBILITY_ORIGIN, COMPATIBILITY_PACKAGES, is_within
 
 
 def _names(module: str, names: str) -> dict[str, tuple[str, str]]:
@@ -186,7 +186,7 @@ class _CompatibilityFinder(MetaPathFinder):
             return None
         if fullname in MODULES or fullname in PACKAGES:
             # Every view is a package: `from view import name` then comes here for a name that it lacks.
-            return ModuleSpec(fullname, _ViewLoader(), origin=__name__, is_package=True)
+            return ModuleSpec(fullname, _ViewLoader(), origin=COMPATIBILITY_ORIGIN, is_package=True)
         parent, _, name = fullname.rpartition(".")
         if parent in MODULES:
             raise ImportError(f"cannot import {name!r} from {parent!r}; {_available(parent)}", name=fullname)
@@ -200,7 +200,7 @@ class _CompatibilityFinder(MetaPathFinder):
         """A real ``tools`` if there is one, able to hold our two packages; else an empty one."""
         found = PathFinder.find_spec("tools", None, target)
         if found is None:
-            return ModuleSpec("tools", _ViewLoader(), origin=__name__, is_package=True)
+            return ModuleSpec("tools", _ViewLoader(), origin=COMPATIBILITY_ORIGIN, is_package=True)
         if found.submodule_search_locations is not None:
             return None  # a real package: whoever finds it next loads it
         found.submodule_search_locations = []  # a single file tools.py

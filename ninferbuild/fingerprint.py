@@ -20,7 +20,7 @@ from ninferbuild.reason import Reason
 from ninferbuild.recipe_file import user_code
 from ninferbuild.recording import Recording, digest_dep, watching
 
-__all__ = ["Fingerprint", "Reason", "Recording", "digest_dep", "fingerprint", "recording"]
+__all__ = ["Fingerprint", "Fingerprints", "Reason", "Recording", "digest_dep", "fingerprint", "recording"]
 
 VERSION = 1
 """Raised when the same code gets other lines."""
@@ -53,6 +53,23 @@ def fingerprint(subject: object) -> Fingerprint:
         reach.finish()
     lines = {f"fingerprint {VERSION}", f"subject = {shown(text)}", *reach.lines}
     return Fingerprint(tuple(sorted(lines)), tuple(reach.reasons.values()), subject)
+
+
+class Fingerprints:
+    """Fingerprints taken once for each object: one function often serves thousands of parents.
+
+    Use one for what is taken at one time; what an object depends on is not looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, Fingerprint] = {}  # each keeps its subject alive, and so its id
+
+    def of(self, subject: object) -> Fingerprint:
+        """:func:`fingerprint` of ``subject``."""
+        found = self._taken.get(id(subject))
+        if found is None:
+            found = self._taken[id(subject)] = fingerprint(subject)
+        return found
 
 
 @contextmanager

@@ -23,6 +23,9 @@ OWN_PACKAGE = "ninferbuild"
 COMPATIBILITY_PACKAGES = ("tools.convert", "tools.artifact")
 """Import names under which recipe files reach this project."""
 
+COMPATIBILITY_ORIGIN = f"{OWN_PACKAGE}.compat"
+"""What stands for the file of such a module; a real package of that name has a file of its own."""
+
 Kind = Literal["stdlib", "installed", "own", "user"]
 
 
@@ -57,7 +60,9 @@ def is_within(module: str, package: str) -> bool:
 @cache
 def origin_of(module: str, file: str | None) -> Origin:
     """The origin of the module named ``module`` whose source or extension file is ``file`` (None: it has none)."""
-    if is_within(module, OWN_PACKAGE) or any(is_within(module, name) for name in COMPATIBILITY_PACKAGES):
+    if is_within(module, OWN_PACKAGE):
+        return _OWN
+    if file == COMPATIBILITY_ORIGIN and any(is_within(module, name) for name in COMPATIBILITY_PACKAGES):
         return _OWN
     top = module.partition(".")[0]
     if not file or file in ("built-in", "frozen"):

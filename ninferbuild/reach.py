@@ -24,7 +24,8 @@ from ninferbuild.hazards import (
     package_hazard,
     standard_library_hazard,
 )
-from ninferbuild.lazy_torch import is_deferred
+from ninferbuild.lazy_torch import is_deferred, is_loaded
+from ninferbuild.lookup import class_kind, exists, origin_by_name, origin_of_module, place_of
 from ninferbuild.origins import Origin, origin_of
 from ninferbuild.own_versions import CAPTURED, instance_text, version_lines
 from ninferbuild.reason import Reason
@@ -36,6 +37,7 @@ KEEPS_RESULTS = Hazard(
     "it keeps results between calls, so files that it opened earlier cannot be seen",
     "remove the decorator, or compute the value while configuring",
 )
+COMPILED = Hazard("it is compiled code of no installed package", "install its package with pip")
 IMPORT_FAILS = Hazard("it cannot be imported here", "install it, or remove the import")
 
 SHOWN = 160
@@ -74,6 +76,7 @@ class Reach:
         if self._knows_paths:
             for where, attribute in self._path_users:
                 self.refuse(f"{where} (.{attribute})", PATH_ATTRIBUTES[attribute])
+        self.lines.update(dict.fromkeys(_torch_settings()))
 
     def refuse(self, where: str, hazard: Hazard) -> str:
         """Note a reason; the first one about an object is enough."""
@@ -107,6 +110,8 @@ class Reach:
             if versions is None:
                 self.refuse(where, CAPTURED)
             self.lines.update(dict.fromkeys(versions or ()))
+        elif origin.kind == "user":
+            self.refuse(where, COMPILED)
         else:
             self.lines[f"python {sys.version_info.major}.{sys.version_info.minor}"] = None
 
@@ -124,7 +129,7 @@ class Reach:
             self.refuse(where, hazard)
 
     def is_user_class(self, kind: type) -> bool:
-        return _origin_by_name(kind.__module__).kind == "user"
+        return class_kind(kind) == "user"
 
     # Functions
 
@@ -229,11 +234,11 @@ class Reach:
         """A class or function of a package whose use is known: a seeded generator's class may be called."""
         if isinstance(value, FunctionType | MethodType) or not callable(value) or reference.chain:
             return None
-        place = _place_of(value)
+        place = place_of(value)
         if place is None:
             return None
         module, name = place
-        origin = _origin_by_name(module)
+        origin = origin_by_name(module)
         if origin.kind not in ("stdlib", "installed"):
             return None
         if module == "builtins" and name in HAZARDOUS_BUILTINS:
@@ -254,7 +259,7 @@ class Reach:
         if isinstance(module, ModuleType):
             self._fact(f"import {name}", f"module {module.__name__}")
             if reference.binds:
-                origin = _origin_of_module(module)
+                origin = origin_of_module(module)
                 if origin.kind in ("stdlib", "installed"):
                     self._note_origin(origin, name, where)
             else:
@@ -287,9 +292,10 @@ class Reach:
 
     def _through(self, module: ModuleType, reference: Reference, where: str) -> None:
         """Follow the attributes taken from a module, as far as they lead through modules whose content counts."""
-        origin = _origin_of_module(module)
+        origin = origin_of_module(module)
         if origin.kind in ("stdlib", "installed"):
             self._note_use(origin, module.__name__, reference.chain, where, reference)
+            self._patched(module, reference.chain, where)
             return
         if not reference.chain:
             self.of_module(module, where)
@@ -305,7 +311,7 @@ class Reach:
         except AttributeError:
             # `from package import submodule`, or an attribute of a package that an import elsewhere will set
             submodule = f"{module.__name__}.{name}"
-            if hasattr(module, "__path__") and _exists(submodule):
+            if hasattr(module, "__path__") and exists(submodule):
                 found = self._imported(submodule, where)
                 if isinstance(found, ModuleType):
                     self._named(vars(module), name, found, following, where)
@@ -314,9 +320,26 @@ class Reach:
             return
         self._named(vars(module), name, value, following, where)
 
+    def _patched(self, module: ModuleType, chain: tuple[str, ...], where: str) -> None:
+        """What a user has put in the place of an attribute of a package, which its version does not tell."""
+        for name in chain:
+            if is_deferred(module):
+                return
+            value = vars(module).get(name)
+            if isinstance(value, ModuleType):
+                module = value
+                continue
+            if isinstance(value, FunctionType):
+                kind = origin_of(str(value.__globals__.get("__name__", "?")), value.__globals__.get("__file__")).kind
+            else:
+                kind = class_kind(value if isinstance(value, type) else type(value))
+            if kind == "user":
+                self._fact(f"patched {module.__name__}.{name}", self.value(value, where))
+            return
+
     def of_module(self, module: ModuleType, where: str) -> str:
         """A module that is used as an object: all that is in it can be reached."""
-        origin = _origin_of_module(module)
+        origin = origin_of_module(module)
         if origin.kind == "own":
             self.refuse(where, CAPTURED)
         if origin.kind != "user":
@@ -337,19 +360,19 @@ class Reach:
     # What values refer to
 
     def of_compiled(self, function: object, where: str) -> str | None:
-        place = _place_of(function)
+        place = place_of(function)
         if place is None:
             return None
         module, name = place
         if module == "builtins" and name in HAZARDOUS_BUILTINS:
             self.refuse(where, HAZARDOUS_BUILTINS[name])
-        self._note_use(_origin_by_name(module), module, tuple(name.split(".")), where)
+        self._note_use(origin_by_name(module), module, tuple(name.split(".")), where)
         return f"compiled {module}.{name}"
 
     def of_class(self, kind: type, where: str) -> str:
-        origin = _origin_by_name(kind.__module__)
+        origin = origin_by_name(kind.__module__)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if origin.kind != "user":
+        if not self.is_user_class(kind):
             self._note_use(origin, kind.__module__, tuple(kind.__qualname__.split(".")), where)
             return f"class {name}"
         label, new = self._label(kind, name)
@@ -363,11 +386,11 @@ class Reach:
 
     def of_special(self, value: object, where: str) -> str | None:
         if isinstance(value, functools._lru_cache_wrapper):
-            if _origin_by_name(value.__wrapped__.__module__).kind == "user":
+            if origin_by_name(value.__wrapped__.__module__).kind == "user":
                 self.refuse(where, KEEPS_RESULTS)
             return f"cached ({self.value(value.__wrapped__, where)})"
         kind = type(value)
-        origin = _origin_by_name(kind.__module__)
+        origin = origin_by_name(kind.__module__)
         if origin.kind != "own":
             return None
         text = instance_text(value, lambda part: self.value(part, where))
@@ -388,30 +411,6 @@ def _digest(text: str) -> str:
 
 def _about(label: str, where: str) -> str:
     return label if where in ("the function", label) else f"{label} ({where})"
-
-
-def _place_of(value: object) -> tuple[str, str] | None:
-    """Module and name under which a class or compiled function is found; None when something else is found there.
-
-    A package's functions may carry the name of a hidden class: torch.randn is called _VariableFunctionsClass.randn.
-    """
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(qualified, str):
-        return None
-    for name in (qualified, qualified.rpartition(".")[2]):
-        found: object = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is value:
-            return module, name
-    return None
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _content(cell: CellType) -> object:
@@ -438,19 +437,14 @@ def _can_be_read(file: str) -> bool:
         return False
 
 
-def _origin_by_name(module: str) -> Origin:
-    found = sys.modules.get(module)
-    file = None if found is None else _file_of(found)
-    if file is None and "." in module and (top := sys.modules.get(module.partition(".")[0])) is not None:
-        file = _file_of(top)
-        return origin_of(module.partition(".")[0], file)
-    return origin_of(module, file)
-
-
-def _origin_of_module(module: ModuleType) -> Origin:
-    return origin_of(module.__name__, _file_of(module))
-
-
-def _file_of(module: ModuleType) -> str | None:
-    file = getattr(module, "__file__", None) if not is_deferred(module) else None
-    return file or getattr(getattr(module, "__spec__", None), "origin", None)
+def _torch_settings() -> list[str]:
+    """Global settings of torch that a recipe changed and that decide what its functions compute."""
+    if not is_loaded():
+        return []
+    torch = importlib.import_module("torch")
+    settings = {
+        "dtype": (torch.get_default_dtype(), torch.float32),
+        "device": (str(torch.get_default_device()), "cpu"),
+        "float32 matmul precision": (torch.get_float32_matmul_precision(), "highest"),
+    }
+    return [f"torch default {name} = {found}" for name, (found, usual) in settings.items() if found != usual]

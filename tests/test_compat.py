@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import importlib
 from pathlib import Path
 import subprocess
@@ -116,7 +117,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 @pytest.fixture
-def real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+def real_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
     kind = request.param
     if kind == "file":
         (tmp_path / "tools.py").write_text("MINE = 1\n")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ninferbuild import recipe_file
-from ninferbuild.fingerprint import Fingerprint, fingerprint
+from ninferbuild.fingerprint import Fingerprint, Fingerprints, fingerprint
 
 RECIPE = '''
 """A recipe."""
@@ -507,3 +507,35 @@ def test_an_array_source_counts_by_content(tmp_path: Path) -> None:
     assert first.uncacheable == ()
     assert classes(text, tmp_path) == first
     assert classes(text.replace("np.ones((", "2 * np.ones(("), tmp_path) != first
+
+
+def test_an_attribute_that_a_recipe_puts_into_a_package_is_followed(tmp_path: Path) -> None:
+    text = (
+        "import numpy as np\nimport xml.dom\ndef mine(x): return 1\nxml.dom.mine_for_tests = mine\n"
+        "def method(r): return xml.dom.mine_for_tests(r)\n"
+    )
+    assert classes(text, tmp_path) != classes(text.replace("return 1", "return 2"), tmp_path)
+
+
+def test_global_settings_of_torch_count(tmp_path: Path) -> None:
+    import torch
+
+    text = "import torch\ndef method(r): return torch.zeros(1)\n"
+    before = classes(text, tmp_path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert classes(text, tmp_path) != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert classes(text, tmp_path) == before
+
+
+def test_one_function_is_looked_at_once(tmp_path: Path) -> None:
+    recipe_file.purge()
+    (tmp_path / "r.py").write_text("K = 1\ndef method(r): return K\n")
+    function = recipe_file.load("r.py:method", tmp_path).function
+    taken = Fingerprints()
+    first = taken.of(function)
+    function.__globals__["K"] = 2
+    assert taken.of(function) is first
+    assert Fingerprints().of(function) != first

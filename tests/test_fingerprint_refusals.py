@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 
@@ -222,3 +224,19 @@ def test_functions_of_packages_count_by_package(tmp_path: Path) -> None:
     found = fingerprint(np.linalg.norm)
     assert any(line.startswith("package numpy ") for line in found.lines)
     assert found.uncacheable == ()
+
+
+def test_compiled_code_of_no_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = ModuleType("local_extension")
+    extension.__file__ = str(tmp_path / "local_extension.so")
+    extension.Kind = type("Kind", (), {"__module__": "local_extension"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "local_extension", extension)
+    for expression in ("local_extension.Kind()", "thing"):
+        text = f"import local_extension\nthing = local_extension.Kind()\ndef method(r): return {expression}\n"
+        assert any("compiled" in reason.why for reason in taken(text, tmp_path).uncacheable)
+
+
+def test_a_locked_up_value_is_named_with_its_place(tmp_path: Path) -> None:
+    text = "import io\nSETTINGS = {'a': [1, open(__file__)]}\ndef method(r): return SETTINGS\n"
+    (reason,) = taken(text, tmp_path).uncacheable
+    assert reason.name == "ninfer_user_recipe.SETTINGS (used by ninfer_user_recipe.method)['a'][1]"
