@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint types clean
+.PHONY: help demo bench test lint types clean
 
 help: ## list what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -17,6 +17,9 @@ $(VENV)/installed: pyproject.toml ci/constraints.txt
 
 demo: $(VENV)/installed ## write a small checkpoint, build it, change one layer, build again
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh ci/demo
+
+bench: $(VENV)/installed ## measure builds, links and plans; see docs/performance.md
+	$(BIN)/python ci/bench $(ARGS)
 
 test: $(VENV)/installed ## run the tests
 	$(BIN)/python -m pytest -q -n auto $(ARGS)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 BLOCK_WORDS = 33_554_393
 """Words of the block of random values: a prime, so that repeats of it fall on ever other groups, rows and blocks."""
 
+SMALL_BLOCK_WORDS = 1_299_709
+"""The same for models of a few megabytes."""
+
 STEP_WORDS = 1_000_003
 """How far into the block each tensor starts behind the one before it."""
 

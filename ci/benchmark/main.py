@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import compileall
+from contextlib import contextmanager, suppress
 import json
+import os
 from pathlib import Path
 import shutil
 import signal
@@ -43,11 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if given.gigabytes <= 0 or given.repeat < 1 or given.scale < 1:
         parser().error("--gigabytes and --repeat must be positive")
-    for number in ENDING:
-        signal.signal(number, _interrupt)
-    base: Path = given.dir if given.dir is not None else Path(tempfile.gettempdir())
-    made = _make_directories(base)
-    work = Path(tempfile.mkdtemp(prefix="ninferbuild-bench-", dir=base))
     options = Options(
         device=given.device,
         gigabytes=given.gigabytes,
@@ -57,10 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sparse=given.sparse,
         scale=given.scale,
     )
-    # Modules that are compiled at their first import would count against whichever scenario comes first.
-    compileall.compile_dir(Path(ninferbuild.__file__).parent, quiet=2)
+    for number in ENDING:
+        signal.signal(number, _interrupt)
     try:
-        results = Bench(work, options, _say).measure()
+        with _working_directory(given.dir if given.dir is not None else Path(tempfile.gettempdir())) as work:
+            # Modules that are compiled at their first import would count against whichever scenario comes first.
+            compileall.compile_dir(Path(ninferbuild.__file__).parent, quiet=2)
+            results = Bench(work, options, _say).measure()
         print(render(results))
         if given.json is not None:
             given.json.write_text(json.dumps(results.to_json(), indent=2) + "\n")
@@ -70,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    finally:
-        _remove(work, made)
     return 0
 
 
@@ -83,24 +81,19 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _make_directories(directory: Path) -> list[Path]:
-    """Make ``directory`` and what is missing above it; what was made, innermost first."""
-    missing = []
-    current = directory
-    while not current.exists():
-        missing.append(current)
-        current = current.parent
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _remove(work: Path, made: Sequence[Path]) -> None:
-    """Remove the working directory and the directories above it that were made for it, whatever else is signalled."""
-    for number in (signal.SIGINT, *ENDING):
-        signal.signal(number, signal.SIG_IGN)
-    shutil.rmtree(work, ignore_errors=True)
-    for directory in made:
-        try:
-            directory.rmdir()
-        except OSError:  # somebody else uses it by now
-            return
+@contextmanager
+def _working_directory(base: Path) -> Iterator[Path]:
+    """A new directory below ``base``. At the end it is removed, and so is what had to be made above it."""
+    base = base.absolute()
+    missing = [directory for directory in (base, *base.parents) if not directory.exists()]
+    work = base / f"ninferbuild-bench-{os.getpid()}"
+    try:
+        work.mkdir(parents=True)
+        yield work
+    finally:
+        for number in (signal.SIGINT, *ENDING):  # a second interrupt must not leave gigabytes behind
+            signal.signal(number, signal.SIG_IGN)
+        shutil.rmtree(work, ignore_errors=True)
+        for directory in missing:
+            with suppress(OSError):  # somebody else uses it by now
+                directory.rmdir()

@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from benchmark import changes, disk
-from benchmark.checkpoint import random_block, write_random, write_sparse
+from benchmark.checkpoint import BLOCK_WORDS, SMALL_BLOCK_WORDS, random_block, write_random, write_sparse
 from benchmark.geometry import DENSE, EXPERTS, MANY, Geometry
 from benchmark.machine import describe
 from benchmark.process import Usage, run
@@ -134,7 +134,7 @@ class Bench:
         else:
             geometry = DENSE.scaled(options.scale).fitted(int(options.gigabytes * 1e9))
             self._require_space(geometry, source=1.0)
-            block = random_block()
+            block = random_block(BLOCK_WORDS if options.scale == 1 else SMALL_BLOCK_WORDS)
             size = write_random(model, geometry, block)
         self._results.layers = geometry.layers
         kinds = "sparse" if options.sparse else "random"
