@@ -15,6 +15,7 @@ from ninferbuild import link as linker
 from ninferbuild.errors import PayloadLostError
 from ninferbuild.history import Explainer
 from ninferbuild.job import BuildResult, Job
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.preview import BuildPlan, PlannedAction, parameters, plan
 from ninferbuild.progress import Progress, QuietProgress
 from ninferbuild.publish import recover
@@ -70,11 +71,16 @@ def build(
         if link:
             _refuse_early(target, overwrite)
         cache = stack.enter_context(open_cache(target))
-        writer = stack.enter_context(cache.writer())
+        # A cache that cannot be written still serves what it holds.
+        writer = None if cache.read_only else stack.enter_context(cache.writer())
         session = stack.enter_context(open_session(target, cache, writer, device, rerun=rerun, rehash=rehash))
-        lease = stack.enter_context(cache.lease(target.identity))
-        session.resolver.look_up(session.actions, hash_sources=True, cancel=cancel)
-        lease.add([action.record.key for action in session.actions if action.record is not None])
+        lease = None if cache.read_only else stack.enter_context(cache.lease(target.identity))
+        with collection_paused():
+            session.resolver.look_up(session.actions, hash_sources=True, cancel=cancel)
+        if lease is not None:
+            lease.add([action.record.key for action in session.actions if action.record is not None])
+        for notice in cache.notices:
+            shown.note(notice)
         for kind, path in session.memo.distrusted.items():
             shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")
         if gate is not None:

@@ -12,19 +12,22 @@ from math import prod
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher, combine
 from ninferbuild.errors import Cancelled
-from ninferbuild.lanes import lane_for
+from ninferbuild.lanes import HostLane, Lane
 from ninferbuild.manifest import declares_content
 from ninferbuild.rules.rule import ErrorFlags, Rule
 from ninferbuild.sources.decoding import EncodedStream, ValueStream, open_encoded, open_values
 from ninferbuild.sources.logical import EncodedRows, concatenate_encoded
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ninferbuild.artifact.layouts import Plane
     from ninferbuild.method import MethodInput
     from ninferbuild.plan import Parent
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 4 << 20
 """Source bytes of one chunk on the CPU: small enough to stay in the caches between reading and encoding."""
 
-CUDA_CHUNK_BYTES = 32 << 20
+CUDA_CHUNK_BYTES = 16 << 20
 """Source bytes of one chunk on a GPU: large enough that launching kernels costs little beside the copies."""
 
 TILE_ROWS = 128
@@ -52,7 +55,7 @@ class PayloadSink:
     def __init__(self, planes: Sequence[Plane], put: Callable[[int, memoryview], bytes]):
         self._planes = planes
         self._put = put
-        self._open: list[bytearray | None] = [None] * len(planes)
+        self._open: list[NDArray[np.uint8] | None] = [None] * len(planes)
         self._filled = [0] * len(planes)
         self._done = [0] * len(planes)
         self._blocks: list[list[tuple[bytes, int]]] = [[] for _ in planes]
@@ -65,10 +68,11 @@ class PayloadSink:
         while len(data):
             block = self._open[plane]
             if block is None:
-                block = self._open[plane] = bytearray(min(BLOCK_BYTES, extent - self._done[plane]))
+                block = self._open[plane] = np.empty(min(BLOCK_BYTES, extent - self._done[plane]), np.uint8)
             filled = self._filled[plane]
             piece = data[: len(block) - filled]
-            block[filled : filled + len(piece)] = piece
+            # numpy copies without holding the interpreter lock, which other workers need meanwhile.
+            block[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
             data = data[len(piece) :]
             self._filled[plane] = filled + len(piece)
             if self._filled[plane] == len(block):
@@ -78,7 +82,7 @@ class PayloadSink:
         block = self._open[plane]
         assert block is not None
         offset = self._planes[plane].offset + self._done[plane]
-        self._blocks[plane].append((self._put(offset, memoryview(block).toreadonly()), len(block)))
+        self._blocks[plane].append((self._put(offset, block.data.toreadonly()), len(block)))
         self._done[plane] += len(block)
         self._open[plane], self._filled[plane] = None, 0
 
@@ -235,7 +239,7 @@ def hash_values(item: MethodInput, *, encoded: bool, cancel: threading.Event) ->
 def encode(
     parent: Parent,
     sink: PayloadSink,
-    device: torch.device,
+    lane: Lane,
     *,
     chunk_bytes: int = CHUNK_BYTES,
     cancel: threading.Event,
@@ -245,7 +249,7 @@ def encode(
 
     Args:
         sink: receives the bytes of each plane.
-        device: where the arithmetic is done. The result does not depend on it.
+        lane: takes blocks to where the arithmetic is done. The result does not depend on it.
         chunk_bytes: decoded source bytes of one chunk. The result does not depend on it.
         cancel: checked between chunks.
         advance: told the source bytes of each chunk.
@@ -261,10 +265,9 @@ def encode(
     assert rule is not None
     assert checked is not None
     reader = InputReader(parent)
-    # Encoded rows are rearranged, not computed with: that is not worth the way to a GPU.
-    where = torch.device("cpu") if reader.encoded else device
-    lane = lane_for(where)
-    errors = ErrorFlags(where)
+    if reader.encoded:  # rows are rearranged, not computed with: that is not worth the way to a GPU
+        lane = HostLane()
+    errors = ErrorFlags(lane.device)
     told = 0
     for first, count in _chunks(rule, parent, reader, chunk_bytes):
         if cancel.is_set():
@@ -278,7 +281,7 @@ def encode(
             block = reader.values(count * target.shape[1], lane.room).view(count, target.shape[1])
         lane.run(
             block,
-            partial(rule.encode, target=target, checked=checked, first_row=first, device=where, errors=errors),
+            partial(rule.encode, target=target, checked=checked, first_row=first, device=lane.device, errors=errors),
             sink.append,
         )
         advance(reader.source_bytes - told)

@@ -23,6 +23,7 @@ from ninferbuild.device import Device
 from ninferbuild.encode import CHUNK_BYTES, CUDA_CHUNK_BYTES, PayloadSink, encode
 from ninferbuild.errors import Cancelled, NinferbuildError, SourceChangedError
 from ninferbuild.fingerprint import digest_dep, recording
+from ninferbuild.lanes import Lane, lane_for
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
 from ninferbuild.plan import prepare_user_method
@@ -72,6 +73,7 @@ class Executor:
     source_bytes: int = 0
     executed: set[bytes] = field(default_factory=set)
     seconds: dict[bytes, float] = field(default_factory=dict)
+    _thread: threading.local = field(default_factory=threading.local)
     _users: dict[int, PreparedUser] = field(default_factory=dict)
     _user_lock: threading.Lock = field(default_factory=threading.Lock)
     _count_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -144,7 +146,7 @@ class Executor:
             sink = self._sink(action)
             try:
                 digests, count = encode(
-                    parent, sink, self.device(), chunk_bytes=chunk, cancel=self.cancel, advance=self.advance
+                    parent, sink, self._lane(), chunk_bytes=chunk, cancel=self.cancel, advance=self.advance
                 )
             except torch.cuda.OutOfMemoryError as error:
                 chunk //= 4
@@ -156,6 +158,14 @@ class Executor:
                     ) from error
             else:
                 return *sink.finish(), digests, count
+
+    def _lane(self) -> Lane:
+        """This thread's way to the device, ready for an action."""
+        lane: Lane | None = getattr(self._thread, "lane", None)
+        if lane is None:
+            lane = self._thread.lane = lane_for(self.device())
+        lane.reset()
+        return lane
 
     def _sink(self, action: Action) -> PayloadSink:
         """Where the bytes of an action's planes go: to the cache, and to the output's temporaries if there are any."""

@@ -18,6 +18,7 @@ from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
 from ninferbuild.errors import CacheError, NinferbuildError
 from ninferbuild.history import Explainer, Explanation, parents_table, text_lines
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.progress import Progress, action_line
 from ninferbuild.publish import replace_file
 from ninferbuild.report import encode_report, make_report, report_path
@@ -85,8 +86,8 @@ class Job:
         self,
         session: Session,
         cache: Cache,
-        writer: Writer,
-        lease: Lease,
+        writer: Writer | None,
+        lease: Lease | None,
         progress: Progress,
         cancel: threading.Event,
         keep_going: bool,
@@ -143,12 +144,14 @@ class Job:
         self.prepared_at = time.perf_counter()
         self._announce(missing)
         if missing:
-            self._run(missing)
-            self.writer.flush()
+            writer = self._require_writer(len(missing))
+            self._run(missing, writer)
+            writer.flush()
             assert self._executor is not None
             self.source_bytes += self._executor.source_bytes
             self._executor.source_bytes = 0
-        self.lease.add([action.record.key for action in self.session.actions if action.record is not None])
+        if self.lease is not None:
+            self.lease.add([action.record.key for action in self.session.actions if action.record is not None])
 
     def _announce(self, missing: Sequence[Action]) -> None:
         parents = self.session.planned.parents
@@ -159,8 +162,16 @@ class Job:
                 self.progress.action(index, len(parents), _line(parent), "cached")
                 self.progress.done(index, "cached")
 
-    def _run(self, missing: Sequence[Action]) -> None:
-        executor = self._executor = self._executor or self._new_executor()
+    def _require_writer(self, missing: int) -> Writer:
+        if self.writer is None:
+            raise CacheError(
+                f"{self.cache.path}: the cache is read-only and {missing} actions have to run; make it writable, or "
+                "set [cache] dir or NINFERBUILD_CACHE to another directory"
+            )
+        return self.writer
+
+    def _run(self, missing: Sequence[Action], writer: Writer) -> None:
+        executor = self._executor = self._executor or self._new_executor(writer)
         self._require_space(missing)
         order = {id(parent): index for index, parent in enumerate(self.session.planned.parents, 1)}
         for action in missing:
@@ -174,8 +185,6 @@ class Job:
             self.progress.action(index, len(order), _line(action.parent), "run")
             executor.run(action)
             self.executed.add(id(action))
-            assert action.record is not None
-            self.lease.add([action.record.key])
             self.progress.done(index, "run")
             for parent in action.parents[1:]:
                 self.progress.action(order[id(parent)], len(order), _line(parent), "cached")
@@ -189,7 +198,7 @@ class Job:
         try:
             graphs.run(graph, workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
         except graphs.Failures as failed:
-            self.writer.flush()
+            writer.flush()
             self._raise(failed)
 
     def _stage(self, contents: linker.Contents) -> Staging:
@@ -211,14 +220,14 @@ class Job:
         lines = "\n".join(f"  {error}" for error in errors)
         raise NinferbuildError(f"{len(errors)} actions failed; finished ones are kept:\n{lines}") from errors[0]
 
-    def _new_executor(self) -> Executor:
+    def _new_executor(self, writer: Writer) -> Executor:
         from ninferbuild.execute import Executor
 
         self.progress.note(f"encoding on {self.session.device()}")
         platform_io.keep_freed_memory(LARGEST_BUFFER)
         return Executor(
             cache=self.cache,
-            writer=self.writer,
+            writer=writer,
             resolver=self.session.resolver,
             memo=self.session.memo,
             device=self.session.device,
@@ -262,10 +271,11 @@ class Job:
 
     def link(self, overwrite: bool) -> BuildResult:
         """Link, unless the output is up to date."""
-        session, target = self.session, self.target
-        contents, records = self._contents or session.contents(), self.records()
-        digests = linker.payload_digests(contents, records)
-        layout = self._lay_out(contents, digests)
+        target = self.target
+        with collection_paused():
+            contents, records = self._contents or self.session.contents(), self.records()
+            digests = linker.payload_digests(contents, records)
+            layout = self._lay_out(contents, digests)
         last = next(iter(self.cache.builds(target.identity, limit=1)), None)
         published = last.files if last is not None else ()
         if linker.up_to_date(layout, target.out, published, digests) and (
@@ -337,6 +347,8 @@ class Job:
     def record(self, layout: linker.Layout | None, records: Sequence[ActionRecord]) -> None:
         """Remember this build: what pruning must keep and what the next one is compared with."""
         files = linker.stats_of(layout.paths(self.target.out)) if layout is not None else ()
+        if self.cache.read_only:
+            return
         self.cache.record_build(
             BuildRecord(
                 target=self.target.identity,

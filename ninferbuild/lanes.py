@@ -25,7 +25,9 @@ BLOCKS_IN_FLIGHT = 2
 
 
 class Lane(Protocol):
-    """Serves one action at a time, from one thread."""
+    """Serves one action at a time, from one thread; may serve many, one after the other."""
+
+    device: torch.device
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D host tensor of ``count`` elements to read the next block into."""
@@ -33,12 +35,17 @@ class Lane(Protocol):
     def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
         """Encode a block; deliver its planes, or those of an earlier block, in order."""
 
+    def reset(self) -> None:
+        """Forget what an action that failed left in flight."""
+
     def finish(self, deliver: Deliver) -> None:
         """Deliver what is still in flight."""
 
 
 class HostLane:
     """Encodes on the CPU."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -55,6 +62,9 @@ class HostLane:
             if plane.numel():
                 deliver(index, host_memory(plane))
 
+    def reset(self) -> None:
+        return
+
     def finish(self, deliver: Deliver) -> None:
         return
 
@@ -63,7 +73,7 @@ class CudaLane:
     """Encodes on one GPU, in a stream of its own."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._flying: deque[tuple[torch.cuda.Event, list[torch.Tensor], Block]] = deque()
 
@@ -72,7 +82,7 @@ class CudaLane:
 
     def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
         with torch.cuda.stream(self._stream):
-            here = block.to(self._device, non_blocking=True) if isinstance(block, torch.Tensor) else block
+            here = block.to(self.device, non_blocking=True) if isinstance(block, torch.Tensor) else block
             landed = []
             for plane in encode(here):
                 host = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
@@ -91,11 +101,14 @@ class CudaLane:
             if plane.numel():
                 deliver(index, host_memory(plane))
 
+    def reset(self) -> None:
+        self._flying.clear()
+
     def finish(self, deliver: Deliver) -> None:
         while self._flying:
             self._land(deliver)
 
 
 def lane_for(device: torch.device) -> Lane:
-    """A lane of its own for one action."""
+    """A new lane to ``device``."""
     return CudaLane(device) if device.type == "cuda" else HostLane()

@@ -16,6 +16,7 @@ from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import Cache, Writer
 from ninferbuild.configure import configured
 from ninferbuild.history import Explainer, Explanation
+from ninferbuild.models.bulk import collection_paused
 from ninferbuild.plan import plan_parents, prepare_user_method
 from ninferbuild.resolve import State
 from ninferbuild.session import Session, open_cache, open_session
@@ -160,8 +161,9 @@ def previewed(
         hash_sources: read sources where that is needed to tell whether an action is cached.
     """
     with ExitStack() as stack:
+        stack.enter_context(collection_paused())
         cache, writer = _cache_for_planning(target, stack, hash_sources)
-        session = stack.enter_context(open_session(target, cache, writer, device, rerun=False, rehash=rehash))
+        session = stack.enter_context(open_session(target, cache, writer, device, rehash=rehash, peek=True))
         session.resolver.look_up(session.actions, hash_sources=hash_sources, cancel=threading.Event())
         _prepare_for_planning(session)
         yield session, cache

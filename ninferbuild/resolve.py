@@ -8,6 +8,7 @@ three samples of each region tells whether the cache can hold a result at all; o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 import os
 import threading
@@ -90,16 +91,30 @@ class Action:
 
 
 class Resolver:
-    """Finds keys and cached results of the actions of one build."""
+    """Finds keys and cached results of the actions of one build.
+
+    Args:
+        writer: remembers digests that had to be taken; None remembers nothing.
+        rerun: take nothing from the cache.
+        peek: look, but do not count hits and misses or call anything used.
+    """
 
     def __init__(
-        self, cache: Cache | None, memo: Memo, *, device: Device, writer: Writer | None = None, rerun: bool = False
+        self,
+        cache: Cache | None,
+        memo: Memo,
+        *,
+        device: Device,
+        writer: Writer | None = None,
+        rerun: bool = False,
+        peek: bool = False,
     ):
         self._cache = cache
         self._writer = writer
         self._memo = memo
         self._device = device
         self._rerun = rerun
+        self._peek = peek
         self._lock = threading.Lock()
         self.hashed_bytes = 0
 
@@ -135,14 +150,31 @@ class Resolver:
                 action stays ``unknown``.
         """
         self._recall(actions)
+        known, unknown = [], []
         for action in actions:
+            action.state = "run"
             if action.is_known():
-                self._find(action)
-            elif action.uncacheable or self._rerun or self._cache is None or not self._possible(action):
-                action.state = "run"
-            elif hash_sources:
-                self.hash(action, cancel)
-                self._find(action)
+                known.append(action)
+            elif self._may_hit(action) and self._possible(action):
+                if hash_sources:
+                    unknown.append(action)
+                else:
+                    action.state = "unknown"
+        self._find_all(known)
+        if unknown:
+            self._hash_all(unknown, cancel)
+            self._find_all(unknown)
+
+    def _may_hit(self, action: Action) -> bool:
+        return self._cache is not None and not self._rerun and not action.uncacheable
+
+    def _hash_all(self, actions: Sequence[Action], cancel: threading.Event) -> None:
+        with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="hash") as pool:
+            try:
+                list(pool.map(lambda action: self.hash(action, cancel), actions))
+            except BaseException:
+                cancel.set()
+                raise
 
     def _recall(self, actions: Sequence[Action]) -> None:
         wanted = [
@@ -155,20 +187,20 @@ class Resolver:
         for (action, slot, region, _), digest in zip(wanted, known, strict=True):
             action.digests[slot] = digest if digest is not None else _in_memory(region)
 
-    def _find(self, action: Action) -> None:
-        text = action.settle([digest for digest in action.digests if digest is not None])
-        action.state = "run"
-        if self._cache is None or self._rerun or action.uncacheable:
+    def _find_all(self, actions: Sequence[Action]) -> None:
+        """Look actions up whose digests are known; those with a result that still holds become ``cached``."""
+        manifests = [action.settle([d for d in action.digests if d is not None]) for action in actions]
+        wanted = [
+            (action, action.key, text)
+            for action, text in zip(actions, manifests, strict=True)
+            if self._may_hit(action) and action.key is not None
+        ]
+        if self._cache is None or not wanted:
             return
-        assert action.key is not None
-        record = self._cache.find(action.key, text)
-        if record is not None and record.deps:
-            from ninferbuild.user_actions import still_holds
-
-            if not still_holds(record.deps, action.parent):
-                return
-        if record is not None:
-            action.record, action.state = record, "cached"
+        records = self._cache.find_all([(key, text) for _, key, text in wanted], peek=self._peek)
+        for (action, _, _), record in zip(wanted, records, strict=True):
+            if record is not None and _still_holds(record, action.parent):
+                action.record, action.state = record, "cached"
 
     def _possible(self, action: Action) -> bool:
         assert self._cache is not None
@@ -204,6 +236,14 @@ class Resolver:
             for region, key, digest in zip(action.regions, action.memo_keys, digests, strict=True)
             if region is not None and key is not None and self._memo.keepable(region, started_ns)
         ]
+
+
+def _still_holds(record: ActionRecord, parent: Parent) -> bool:
+    if not record.deps:
+        return True
+    from ninferbuild.user_actions import still_holds  # most records depend on nothing but their manifest
+
+    return still_holds(record.deps, parent)
 
 
 def runs_user_code(parent: Parent) -> bool:

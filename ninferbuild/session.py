@@ -125,14 +125,22 @@ def _recorded_auxiliaries(record: ActionRecord, parent: Parent) -> dict[Auxiliar
 
 @contextmanager
 def open_session(
-    target: Target, cache: Cache | None, writer: Writer | None, device: str | None, *, rerun: bool, rehash: bool
+    target: Target,
+    cache: Cache | None,
+    writer: Writer | None,
+    device: str | None,
+    *,
+    rerun: bool = False,
+    rehash: bool = False,
+    peek: bool = False,
 ) -> Iterator[Session]:
+    """Configure and plan a target and make its actions; the arguments are those of :class:`Resolver` and ``Memo``."""
     chosen = Device(device if device is not None else target.device)
     with ExitStack() as stack:
         with collection_paused():
             ready = stack.enter_context(configured(target))
             planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
             memo = Memo(cache, trust_stat=target.cache.trust_stat, rehash=rehash)
-            resolver = Resolver(cache, memo, device=chosen, writer=writer, rerun=rerun)
+            resolver = Resolver(cache, memo, device=chosen, writer=writer, rerun=rerun, peek=peek)
             actions = resolver.actions(planned.parents)
         yield Session(ready, planned, actions, resolver, memo, chosen)
