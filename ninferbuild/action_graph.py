@@ -62,12 +62,8 @@ def _tasks(session: Session, contents: Contents, run: Callable[[Action], object]
     """Every node after what it needs."""
     sources = _Sources(session)
     encodes: list[Task] = []
-    makers: dict[str, str] = {}
     for action in session.actions:
         name = f"encode:{action.parent.target.id}"
-        for parent in action.parents:
-            for parameter in parent.names:
-                makers[parameter] = name
         work = None if run is None or action.record is not None else _work(run, action)
         cost = max(action.source_bytes, 1) if work is not None else 0
         encodes.append(Task(name, "encode", sources.of(action), work, cost, action))
@@ -77,7 +73,7 @@ def _tasks(session: Session, contents: Contents, run: Callable[[Action], object]
     for identifier, data in contents.resources.items():
         linked.append(f"resource:{identifier}")
         yield Task(linked[-1], "resource", subject=(identifier, len(data)))
-    needs = _auxiliary_needs(session, contents, makers)
+    needs = _auxiliary_needs(session, contents, encodes)
     for item in contents.auxiliaries:
         linked.append(f"auxiliary:{item.id}")
         yield Task(linked[-1], "auxiliary", tuple(needs.get(item.id, {})), subject=item)
@@ -89,10 +85,16 @@ def _work(run: Callable[[Action], object], action: Action) -> Callable[[], objec
     return lambda: run(action)
 
 
-def _auxiliary_needs(session: Session, contents: Contents, makers: Mapping[str, str]) -> dict[str, dict[str, None]]:
+def _auxiliary_needs(session: Session, contents: Contents, encodes: Sequence[Task]) -> dict[str, dict[str, None]]:
     """Auxiliary object → the encode nodes whose methods supply its value; none for a value that the recipe gave."""
     if not contents.auxiliaries:
         return {}
+    makers = {
+        parameter: task.name
+        for task, action in zip(encodes, session.actions, strict=True)
+        for parent in action.parents
+        for parameter in parent.names
+    }
     given: Mapping[AuxiliaryKey, object] = session.configured.recipe.auxiliary_overrides
     needs: dict[str, dict[str, None]] = {}
     for use in contents.uses:
