@@ -216,12 +216,13 @@ _CHILDREN = tuple(name.partition(".")[2] for name in COMPATIBILITY_PACKAGES)
 
 def _take_modules() -> dict[str, ModuleType]:
     """Remove the compatibility names from ``sys.modules`` and return what was there."""
-    named = [name for name in list(sys.modules) if name.startswith("tools")]  # one of thousands; this is called often
+    if not any(name in sys.modules for name in ("tools", *COMPATIBILITY_PACKAGES)):
+        return {}  # a module is never there without its package, and walking through thousands of names takes a while
     names = [
         name
-        for name in named
+        for name, module in list(sys.modules.items())
         if any(is_within(name, package) for package in COMPATIBILITY_PACKAGES)
-        or (name == "tools" and isinstance(sys.modules[name], _View))
+        or (name == "tools" and isinstance(module, _View))
     ]
     taken = {name: sys.modules.pop(name) for name in names}
     real = sys.modules.get("tools")
