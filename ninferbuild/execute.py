@@ -7,7 +7,8 @@ names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 import threading
 import time
@@ -22,12 +23,11 @@ from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
 from ninferbuild.device import Device
 from ninferbuild.encode import CHUNK_BYTES, CUDA_CHUNK_BYTES, PayloadSink, encode
 from ninferbuild.errors import Cancelled, NinferbuildError, SourceChangedError
-from ninferbuild.fingerprint import digest_dep, recording
+from ninferbuild.fingerprint import Reason, Recording, digest_dep, recording
 from ninferbuild.lanes import Lane, lane_for
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
 from ninferbuild.plan import prepare_user_method
-from ninferbuild.recipe_file import user_code
 from ninferbuild.resolve import Action, Resolver
 from ninferbuild.spill import SpillWriter
 from ninferbuild.user_errors import message_of
@@ -45,7 +45,7 @@ class PreparedUser:
     """A user's method that has been called and still has to produce."""
 
     method: PreparedMethod
-    opened: list[str]
+    seen: Recording
     lookups: user_actions.Lookups
 
 
@@ -55,6 +55,7 @@ class Executor:
 
     Attributes:
         advance: told source bytes as they are encoded.
+        note: told what the user should know.
         target: identity of the target, kept with each result.
         threads: torch's threads within one action.
         staging: the output's temporaries, filled while payloads are made; None when nothing will be linked.
@@ -68,6 +69,7 @@ class Executor:
     target: str
     advance: Callable[[int], None]
     cancel: threading.Event
+    note: Callable[[str], None]
     threads: int = 1
     staging: Staging | None = None
     source_bytes: int = 0
@@ -88,9 +90,9 @@ class Executor:
         lookups = user_actions.Lookups(parent)
         device = str(self.device())
         watched = replace(parent, request=lookups.watch(parent.request, device))
-        with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
+        with self._watching(action) as seen:
             prepared = prepare_user_method(watched, device)
-        self._users[id(action)] = PreparedUser(prepared, list(opened.paths), lookups)
+        self._users[id(action)] = PreparedUser(prepared, seen, lookups)
         return prepared.auxiliaries
 
     def run(self, action: Action) -> None:
@@ -123,9 +125,10 @@ class Executor:
     def _built_in(self, action: Action, started_ns: int) -> ActionRecord:
         deps: tuple[Dep, ...] = ()
         if action.user:
-            with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
+            with self._watching(action) as seen:
                 blocks, digest, digests, count = self._encode(action)
-            deps = _file_deps(opened.paths)
+            deps = _file_deps(seen.paths)
+            self._refuse(action, seen.reasons)
         else:
             blocks, digest, digests, count = self._encode(action)
         self.memo.check_unchanged(action.stored_regions())
@@ -159,6 +162,20 @@ class Executor:
             else:
                 return *sink.finish(), digests, count
 
+    @contextmanager
+    def _watching(self, action: Action) -> Iterator[Recording]:
+        """Run a user's function inside: alone, under settled torch, with what it does recorded."""
+        files = [span.file for region in action.stored_regions() for span in region.spans]
+        with self._user_lock, user_actions.settled_torch(), recording(action.fingerprints, accounted=files) as seen:
+            yield seen
+
+    def _refuse(self, action: Action, reasons: Sequence[Reason]) -> None:
+        """Keep the result of a run that cannot be repeated from being used again, and say so."""
+        fresh = [reason for reason in reasons if reason not in action.uncacheable]
+        action.refuse(fresh)
+        for reason in fresh:
+            self.note(f"{action.parent.names[0]}: {reason}")
+
     def _lane(self) -> Lane:
         """This thread's way to the device, ready for an action."""
         lane: Lane | None = getattr(self._thread, "lane", None)
@@ -189,22 +206,22 @@ class Executor:
         if prepared is None:
             self.prepare(action)
             prepared = self._users.pop(id(action))
-        text = action.manifest()
         target = action.parent.request.target
-        with SpillWriter(action.parent.request.target, self.cache.path) as spill:
-            with self._user_lock, user_code(), user_actions.settled_torch(), recording() as opened:
+        with SpillWriter(target, self.cache.path) as spill:
+            with self._watching(action) as seen:
                 prepared.method.produce(TensorOutput(spill, target.id))
             sink = self._sink(action)
             spill.feed(sink)
         blocks, digest = sink.finish()
         self.memo.check_unchanged(action.stored_regions())
-        deps = (*prepared.lookups.deps(), *_file_deps({*prepared.opened, *opened.paths}))
+        deps = (*prepared.lookups.deps(), *_file_deps({*prepared.seen.paths, *seen.paths}))
         self.advance(action.source_bytes)
         rows = [
             AuxiliaryRow(input=i, use=u, role=role, format=value.format, shape=value.shape, data=value.data)
             for (i, u, role), value in user_actions.positions(prepared.method.auxiliaries, action.parent.request)
         ]
-        action.settle([digest for digest in action.digests if digest is not None])
+        self._refuse(action, (*prepared.seen.reasons, *seen.reasons))
+        text = action.settle([known for known in action.digests if known is not None])
         return self._record(action, text, blocks, digest, action.source_bytes, tuple(rows), deps)
 
     def _compare(self, action: Action, digests: list[bytes]) -> None:

@@ -234,6 +234,7 @@ class Job:
             target=self.target.identity,
             advance=self.progress.advance,
             cancel=self.cancel,
+            note=self.progress.note,
             threads=max(1, (os.cpu_count() or 1) // self._workers()),
         )
 

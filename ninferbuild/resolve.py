@@ -24,8 +24,9 @@ from ninferbuild.memo import Memo
 from ninferbuild.sources.regions import Region
 
 if TYPE_CHECKING:
-    from ninferbuild.fingerprint import Reason
+    from ninferbuild.fingerprint import Fingerprint, Fingerprints, Reason
     from ninferbuild.plan import Parent
+    from ninferbuild.user_actions import UserCode
 
 HASHING_THREADS = min(8, os.cpu_count() or 1)
 SAMPLE_BYTES = 4096
@@ -46,6 +47,7 @@ class Action:
         state: ``cached``: ``record`` holds the result; ``run``: it has to be made; ``unknown``: its
             source must be hashed.
         user: a user's function takes part.
+        fingerprints: of the user's functions.
         uncacheable: why the result cannot be trusted a second time; empty for all others.
     """
 
@@ -55,6 +57,7 @@ class Action:
     memo_keys: tuple[bytes | None, ...]
     digests: list[bytes | None]
     user: bool = False
+    fingerprints: list[Fingerprint] = field(default_factory=list)
     uncacheable: list[Reason] = field(default_factory=list)
     state: State = "unknown"
     key: bytes | None = None
@@ -76,6 +79,13 @@ class Action:
     def is_known(self) -> bool:
         """Whether the digests of all slots are known."""
         return all(digest is not None for digest in self.digests)
+
+    def refuse(self, reasons: Sequence[Reason]) -> None:
+        """Let no later build take this action's result for its own."""
+        if reasons:
+            self.uncacheable += [reason for reason in reasons if reason not in self.uncacheable]
+            unique = f"uncacheable: {os.urandom(16).hex()}"
+            self.template = manifest.Template((*self.template.lines, unique), self.template.slots)
 
     def settle(self, digests: Sequence[bytes]) -> str:
         """Set the key from the digests of all slots; the manifest text."""
@@ -115,6 +125,7 @@ class Resolver:
         self._device = device
         self._rerun = rerun
         self._peek = peek
+        self._fingerprints: Fingerprints | None = None
         self._lock = threading.Lock()
         self.hashed_bytes = 0
 
@@ -122,12 +133,8 @@ class Resolver:
         """Parents as actions: those that would do the same to the same bytes become one."""
         found: dict[bytes, Action] = {}
         for parent in parents:
-            user = runs_user_code(parent)
-            lines, reasons = _user_lines(parent, self._device) if user else ([], [])
-            if reasons:
-                # No later build may take this for the same action.
-                lines = [*lines, f"uncacheable: {os.urandom(16).hex()}"]
-            filled = manifest.template(parent, lines)
+            code = self._user_code(parent) if runs_user_code(parent) else None
+            filled = manifest.template(parent, code.lines if code is not None else ())
             regions = _slot_regions(parent)
             keys = tuple(self._memo.key(region) if region is not None else None for region in regions)
             identity = xxhash.xxh3_128(filled.stem().encode())
@@ -137,10 +144,22 @@ class Resolver:
                 identity.update(_opaque_identity(parent, -1))
             action = found.get(identity.digest())
             if action is None:
-                found[identity.digest()] = Action([parent], filled, regions, keys, [None] * len(regions), user, reasons)
+                action = Action([parent], filled, regions, keys, [None] * len(regions))
+                found[identity.digest()] = action
+                if code is not None:
+                    action.user, action.fingerprints = True, code.fingerprints
+                    action.refuse(code.reasons)
             else:
                 action.parents.append(parent)
         return list(found.values())
+
+    def _user_code(self, parent: Parent) -> UserCode:
+        from ninferbuild.fingerprint import Fingerprints  # most builds run no user's function
+        from ninferbuild.user_actions import user_code_of
+
+        if self._fingerprints is None:
+            self._fingerprints = Fingerprints()
+        return user_code_of(parent, self._device, self._fingerprints)
 
     def look_up(self, actions: Sequence[Action], *, hash_sources: bool, cancel: threading.Event) -> None:
         """Give every action its state.
@@ -251,12 +270,6 @@ def runs_user_code(parent: Parent) -> bool:
     return parent.rule is None or any(
         item.source.description is None and manifest.declares_content(item.source) for item in parent.request.inputs
     )
-
-
-def _user_lines(parent: Parent, device: Device) -> tuple[list[str], list[Reason]]:
-    from ninferbuild.user_actions import user_lines  # most builds run no user's function
-
-    return user_lines(parent, device)
 
 
 def _slot_regions(parent: Parent) -> tuple[Region | None, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import metadata
 import os
@@ -21,7 +21,7 @@ import xxhash
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.cache import Dep
 from ninferbuild.canonical import canonical
-from ninferbuild.fingerprint import Reason, digest_dep, fingerprint
+from ninferbuild.fingerprint import Fingerprint, Fingerprints, Reason, digest_dep
 from ninferbuild.manifest import declares_content
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PrepareRequest
 from ninferbuild.sources.logical import LogicalSource
@@ -38,11 +38,27 @@ LOOKUP = "lookup:"
 """Prefix of a dependency that is no file but something looked up in the request."""
 
 
-def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list[str], list[Reason]]:
-    """Manifest lines of a user's functions, and why the action cannot be cached, if it cannot.
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """What a user's functions add to an action.
+
+    Attributes:
+        lines: manifest lines.
+        fingerprints: of the functions that run.
+        reasons: why the action cannot be cached; empty if it can.
+    """
+
+    lines: list[str]
+    fingerprints: list[Fingerprint]
+    reasons: list[Reason]
+
+
+def user_code_of(parent: Parent, device: Callable[[], torch.device], taken: Fingerprints) -> UserCode:
+    """The user's functions behind one parent.
 
     Args:
         device: resolves the device; called only for a user's method, whose arithmetic may depend on it.
+        taken: fingerprints of this build.
     """
     request = parent.request
     lines = [
@@ -50,12 +66,12 @@ def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list
         f"torch: {_version('torch')}",
         f"numpy: {_version('numpy')}",
     ]
-    reasons: list[Reason] = []
+    fingerprints: list[Fingerprint] = []
 
     def add(name: str, function: object) -> None:
-        print_ = fingerprint(function)
+        print_ = taken.of(function)
         lines.extend(f"{name}.{number:04}: {line}" for number, line in enumerate(print_.lines))
-        reasons.extend(print_.uncacheable)
+        fingerprints.append(print_)
 
     for index, item in enumerate(request.inputs):
         name = f"input.{index:05}"
@@ -78,7 +94,8 @@ def user_lines(parent: Parent, device: Callable[[], torch.device]) -> tuple[list
     if parent.rule is None:
         add("code", parent.method)
         lines += [f"device: {device_name(device())}", f"rows per chunk: {request.rows_per_chunk}"]
-    return lines, reasons
+    reasons = [reason for print_ in fingerprints for reason in print_.uncacheable]
+    return UserCode(lines, fingerprints, reasons)
 
 
 @cache
