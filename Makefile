@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo bench test lint types clean
+.PHONY: help demo bench reproduce test lint types clean
 
 help: ## list what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ demo: $(VENV)/installed ## write a small checkpoint, build it, change one layer,
 
 bench: $(VENV)/installed ## measure builds, links and plans; see docs/performance.md
 	$(BIN)/python ci/bench $(ARGS)
+
+reproduce: $(VENV)/installed ## build every reference case again under other circumstances; expect the same bytes
+	$(BIN)/python ci/reproduce $(ARGS)
 
 test: $(VENV)/installed ## run the tests
 	$(BIN)/python -m pytest -q -n auto $(ARGS)

@@ -29,9 +29,10 @@ def _targets(file: str | None) -> list[dict[str, Any]]:
     from ninferbuild.target import read_file
 
     targets = read_file(file)
+    built_by_default = targets.default or (targets.names if len(targets.names) == 1 else ())
     rows = []
     for name in targets.names:
-        row: dict[str, Any] = {"name": name, "default": name in targets.default}
+        row: dict[str, Any] = {"name": name, "default": name in built_by_default}
         try:
             target = targets.target(name)
         except UsageError as error:  # one that cannot be read does not hide the others

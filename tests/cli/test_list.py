@@ -26,6 +26,12 @@ def test_targets(project: Path, run: Any) -> None:
     assert first.split()[:3] == ["a", "yes", "qwen3_6_27b"]
 
 
+def test_the_only_target_is_the_default(project: Path, run: Any) -> None:
+    (project / "ninferbuild.toml").write_text('[targets.only]\nmodel = "model"\nrecipe = "qwen3_6_27b"\n')
+    (row,) = json.loads(run("list", "targets", "--json").out)
+    assert (row["name"], row["default"]) == ("only", True)
+
+
 def test_what_is_registered(run: Any) -> None:
     def names(what: str) -> set[str]:
         return {row["name"] for row in json.loads(run("list", what, "--json").out)}
