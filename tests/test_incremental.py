@@ -207,6 +207,41 @@ def test_the_same_tensors_elsewhere(bench: Bench, own: Path, recipe: str, change
     assert fingerprints([path for path, _ in first.files]) == before
 
 
+CURIOUS = """
+from dataclasses import replace
+
+from ninferbuild.rules import grouped_absmax
+
+
+def curious(request):
+    label = request.source.label
+    with open({log!r}, "a") as log:
+        log.write(label + "\\n")
+    return grouped_absmax(replace(request, target=replace(request.target, divisors=1)))
+
+
+def configure(model, recipe, sources):
+    recipe.assign("text/layers/1/mlp/down", method=curious)
+"""
+
+
+def test_a_method_that_looks_at_the_path(bench: Bench, own: Path) -> None:
+    """Labels of sources hold the path of the checkpoint; a method that looks at one runs again when it changes."""
+    log = bench.root / "labels.log"
+    (bench.root / "over.py").write_text(CURIOUS.format(log=str(log)))
+    bench.write(OFFICIAL.format(model="model") + 'overrides = ["over.py"]\n')
+    target = load_target(file=bench.root)
+    first = build(target)
+    assert build(target).executed == 0
+    calls = log.read_text().splitlines()
+    assert calls == [f"{own}:{fx.TEXT_PREFIX}layers.1.mlp.down_proj.weight"]
+    copied(bench)
+    second = build(replace(target, model=bench.root / "elsewhere" / "m"))
+    assert (second.executed, second.artifact_id) == (1, first.artifact_id)
+    assert len(log.read_text().splitlines()) == 2
+    assert "elsewhere" in log.read_text()
+
+
 def test_one_tensor_changed(bench: Bench, own: Path) -> None:
     """A changed element, with the file's length and modification time as they were."""
     bench.write(LOGGED.format(model="model"))
