@@ -69,6 +69,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         **_names("ninferbuild.plan", "WeightJob PreparedRecipe"),
         **_names("ninferbuild.artifact.formats", "default_layout"),
     },
+    "tools.convert.pipeline": _names("ninferbuild.pipeline", "convert"),
     "tools.convert.proposal": _names(
         "ninferbuild.recipes.proposal", "add_proposal add_official_proposal select_shortlist DEFAULT_RANKING"
     ),

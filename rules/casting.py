@@ -10,8 +10,7 @@ from ninferbuild.rules.error_flags import ErrorFlags
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_WIDE_INTEGERS = (torch.uint16, torch.uint32, torch.uint64)  # storage types: torch compares and sums none of them
+_INTEGERS = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"))
 
 
 def cast_elements(values: torch.Tensor, format: str, errors: ErrorFlags) -> torch.Tensor:
@@ -62,14 +61,14 @@ def _to_int32(values: torch.Tensor, errors: ErrorFlags) -> torch.Tensor:
         exact = values.view(torch.int64)  # the upper half of the range turns negative
         inside = (exact >= 0) & (exact <= INT32_MAX)
     else:
-        exact = values.to(torch.int64)
+        exact = values.to(torch.int64)  # torch compares neither uint16 nor uint32
         inside = (exact >= INT32_MIN) & (exact <= INT32_MAX)
     errors.note(~inside, f"{_name(values.dtype)} source has elements outside the representable range of INT32")
     return exact.to(torch.int32)
 
 
 def _require_real(values: torch.Tensor) -> None:
-    if not (values.is_floating_point() or values.dtype in _INTEGERS or values.dtype in _WIDE_INTEGERS):
+    if not (values.is_floating_point() or _name(values.dtype) in _INTEGERS):
         raise TypeError(f"cast_direct source must hold real numbers, got {_name(values.dtype)}")
 
 

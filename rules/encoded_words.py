@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ninferbuild.artifact.codecs import fp8_row, nvfp4, row_split
-from ninferbuild.artifact.codecs.buffers import WordFaults, require
+from ninferbuild.artifact.codecs.buffers import require
 from ninferbuild.artifact.formats import FP8_E4M3FN_ROW_BF16, NVFP4, T2_G128_FP16
 from ninferbuild.artifact.layouts import SCALE_TILE_ROWS, row_split_geometry
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.sources.logical import EncodedRows
 
-Packer = Callable[[EncodedRows, TensorSpec, tuple[bytes, ...], int, torch.device, ErrorFlags], tuple[torch.Tensor, ...]]
-"""(block, target, weight divisors of the parent, first row, device, errors) → bytes of each plane."""
+if TYPE_CHECKING:
+    from ninferbuild.artifact.codecs.buffers import WordFaults
+
+    Planes = tuple[torch.Tensor, ...]
+    Packer = Callable[[EncodedRows, TensorSpec, tuple[bytes, ...], int, torch.device, ErrorFlags], Planes]
+    """(block, target, weight divisors of the parent, first row, device, errors) → bytes of each plane."""
 
 
 def pack_nvfp4(

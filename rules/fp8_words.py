@@ -91,7 +91,6 @@ def quantize_tiles(weight: torch.Tensor, errors: ErrorFlags) -> RowScaledFp8Word
     return RowScaledFp8Words(torch.cat([tile.codes for tile in tiles]), torch.cat([tile.scales for tile in tiles]))
 
 
-@torch.no_grad()
 def quantize_bf16_rows(weight: torch.Tensor) -> RowScaledFp8Words:
     """Quantise a bfloat16 matrix ``[N, K]`` as ``fp8_row_maxabs`` does, on the CPU.
 
@@ -105,5 +104,6 @@ def quantize_bf16_rows(weight: torch.Tensor) -> RowScaledFp8Words:
         raise ValueError(
             f"row-scaled FP8 quantization requires rank 2 and positive dimensions, got {tuple(weight.shape)}"
         )
-    weight = weight.cpu()
-    return quantize_tiles(weight, ErrorFlags(weight.device))
+    with torch.no_grad():
+        weight = weight.cpu()
+        return quantize_tiles(weight, ErrorFlags(weight.device))

@@ -146,7 +146,6 @@ def encode_matrix(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags)
     return planes
 
 
-@torch.no_grad()
 def quantize_matrix(weight: torch.Tensor, format: str, *, device: str | torch.device | None = None) -> QuantizedMatrix:
     """Quantise a floating matrix ``[N, K]`` as ``grouped_absmax`` does.
 
@@ -160,11 +159,12 @@ def quantize_matrix(weight: torch.Tensor, format: str, *, device: str | torch.de
     """
     quantized = grouped_format(format)
     require_floating_matrix(weight)
-    weight = weight.to(pick_device(device))
-    errors = ErrorFlags(weight.device)
-    padded = align_up(weight.shape[1], K_ALIGNMENT)
-    tiles = [quantize_rows(weight[begin:end], quantized, errors) for begin, end in row_tiles(weight, padded)]
-    errors.raise_if_any()
+    with torch.no_grad():
+        weight = weight.to(pick_device(device))
+        errors = ErrorFlags(weight.device)
+        padded = align_up(weight.shape[1], K_ALIGNMENT)
+        tiles = [quantize_rows(weight[begin:end], quantized, errors) for begin, end in row_tiles(weight, padded)]
+        errors.raise_if_any()
     if len(tiles) == 1:
         return tiles[0]
     return QuantizedMatrix(torch.cat([tile.codes for tile in tiles]), torch.cat([tile.scales for tile in tiles]))

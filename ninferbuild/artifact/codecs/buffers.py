@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ninferbuild.artifact.layouts import Plane
 
-Payload = bytes | bytearray | memoryview | torch.Tensor
+if TYPE_CHECKING:
+    Payload = bytes | bytearray | memoryview | torch.Tensor
 
-WordFaults = tuple[tuple[torch.Tensor, str], ...]
-"""(boolean scalar on the device of the words, what it means when true)"""
+    WordFaults = tuple[tuple[torch.Tensor, str], ...]
+    """(boolean scalar on the device of the words, what it means when true)"""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,10 +81,15 @@ def require(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence
         raise TypeError(f"{name} must be {dtype} [{wanted}], not {tensor.dtype} {list(tensor.shape)}")
 
 
-def require_floating(dtype: torch.dtype) -> None:
-    """Raises ``TypeError`` unless ``dtype`` is a floating type that decoded values can have."""
-    if not dtype.is_floating_point:
-        raise TypeError(f"decoded values need a floating type, not {dtype}")
+def decoded_type(dtype: torch.dtype | None) -> torch.dtype:
+    """The element type of decoded values: ``dtype``, or bfloat16 for None. Raises ``TypeError`` unless it is floating.
+
+    Decoders take None where they could name the type, because a default is looked up when the module is imported.
+    """
+    chosen = torch.bfloat16 if dtype is None else dtype
+    if not chosen.is_floating_point:
+        raise TypeError(f"decoded values need a floating type, not {chosen}")
+    return chosen
 
 
 def raise_faults(faults: WordFaults) -> None:

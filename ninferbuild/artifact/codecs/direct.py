@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ninferbuild.artifact.codecs.buffers import Payload, as_bytes, payload_tensor, to_bytes
+from ninferbuild.artifact.codecs.buffers import as_bytes, payload_tensor, to_bytes
 from ninferbuild.artifact.formats import BF16, FP32, INT32, DirectFormat
 from ninferbuild.artifact.layouts import contiguous_geometry
 
-DTYPES: dict[str, torch.dtype] = {BF16.name: torch.bfloat16, FP32.name: torch.float32, INT32.name: torch.int32}
-"""Element type of each direct format."""
+if TYPE_CHECKING:
+    from ninferbuild.artifact.codecs.buffers import Payload
+
+_DTYPES = {BF16.name: "bfloat16", FP32.name: "float32", INT32.name: "int32"}
+"""Element type of each direct format, by name: looking one up in torch would load it with this module."""
+
+
+def element_type(format: str) -> torch.dtype:
+    """The element type of the direct format ``format``. Raises ``KeyError`` for any other format."""
+    found: torch.dtype = getattr(torch, _DTYPES[format])
+    return found
 
 
 def require_dtype(values: torch.Tensor, format: str | DirectFormat) -> None:
@@ -19,8 +29,9 @@ def require_dtype(values: torch.Tensor, format: str | DirectFormat) -> None:
     name = format if isinstance(format, str) else format.name
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} values must be a tensor, not {type(values).__name__}")
-    if values.dtype != DTYPES[name]:
-        raise TypeError(f"{name} values must be {DTYPES[name]}, not {values.dtype}; nothing is converted implicitly")
+    wanted = element_type(name)
+    if values.dtype != wanted:
+        raise TypeError(f"{name} values must be {wanted}, not {values.dtype}; nothing is converted implicitly")
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
@@ -51,6 +62,7 @@ def decode_direct(
     """
     name = format if isinstance(format, str) else format.name
     data = payload_tensor(payload, contiguous_geometry(name, shape).planes[0].bytes, device)
-    if data.storage_offset() % DTYPES[name].itemsize:
+    dtype = element_type(name)
+    if data.storage_offset() % dtype.itemsize:
         data = data.clone()
-    return data.view(DTYPES[name]).reshape(tuple(shape))
+    return data.view(dtype).reshape(tuple(shape))

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ninferbuild.artifact.codecs.buffers import (
-    Payload,
-    WordFaults,
     as_bytes,
     assemble,
+    decoded_type,
     payload_tensor,
     plane_bytes,
     raise_faults,
     require,
-    require_floating,
 )
 from ninferbuild.artifact.formats import NumericFormat
 from ninferbuild.artifact.layouts import row_scale_geometry
+
+if TYPE_CHECKING:
+    from ninferbuild.artifact.codecs.buffers import Payload, WordFaults
 
 
 def word_faults(codes: torch.Tensor, scales: torch.Tensor) -> WordFaults:
@@ -112,15 +114,18 @@ def dequantize_fp8_row_scaled(
     shape: Sequence[int],
     device: torch.device | str = "cpu",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The values ``[N, K]`` of an object: the binary32 product of code and scale, converted to ``dtype``.
+
+    Args:
+        dtype: a floating type; None is bfloat16.
 
     Raises:
         TypeError: ``dtype`` is not floating.
         ValueError: as :func:`decode_fp8_row_scaled_words`.
     """
-    require_floating(dtype)
+    chosen = decoded_type(dtype)
     codes, scales = decode_fp8_row_scaled_words(payload, shape, device)
     values = codes.view(torch.float8_e4m3fn).to(torch.float32)
-    return (values * scales.to(torch.float32).unsqueeze(-1)).to(dtype)
+    return (values * scales.to(torch.float32).unsqueeze(-1)).to(chosen)

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ninferbuild.artifact.codecs.buffers import (
-    Payload,
-    WordFaults,
     as_bytes,
     assemble,
+    decoded_type,
     payload_tensor,
     plane_bytes,
     raise_faults,
     require,
-    require_floating,
     to_bytes,
 )
 from ninferbuild.artifact.formats import NumericFormat, decode_e2m1_word, valid_positive_fp32_word
 from ninferbuild.artifact.layouts import SCALE_TILE_ROWS, block_scale_geometry
+
+if TYPE_CHECKING:
+    from ninferbuild.artifact.codecs.buffers import Payload, WordFaults
 
 
 class Nvfp4Words(NamedTuple):
@@ -183,15 +184,18 @@ def dequantize_nvfp4(
     divisors: int = 1,
     device: torch.device | str = "cpu",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The values ``[N, K]`` of an object: code times scale (exact), divided in binary32, converted to ``dtype``.
+
+    Args:
+        dtype: a floating type; None is bfloat16.
 
     Raises:
         TypeError: ``dtype`` is not floating.
         ValueError: as :func:`decode_nvfp4_words`.
     """
-    require_floating(dtype)
+    chosen = decoded_type(dtype)
     words = decode_nvfp4_words(payload, shape, divisors, device)
     rows, columns = shape
     table = torch.tensor([decode_e2m1_word(word) for word in range(16)], device=words.codes.device)
@@ -200,4 +204,4 @@ def dequantize_nvfp4(
     values = table[nibbles.long()].reshape(rows, -1, 16) * scales.unsqueeze(-1)
     numbers = [struct.unpack("<f", word)[0] for word in words.divisors]
     share = torch.tensor(numbers, dtype=torch.float32, device=values.device).repeat_interleave(rows // divisors)
-    return (values.reshape(rows, columns) / share.unsqueeze(-1)).to(dtype)
+    return (values.reshape(rows, columns) / share.unsqueeze(-1)).to(chosen)

@@ -12,22 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 
 from ninferbuild.artifact.codecs.buffers import (
-    Payload,
-    WordFaults,
     as_bytes,
     assemble,
+    decoded_type,
     payload_tensor,
     plane_bytes,
     raise_faults,
     require,
-    require_floating,
 )
 from ninferbuild.artifact.formats import NumericFormat, QuantFormat, get_format
 from ninferbuild.artifact.layouts import RowSplitGeometry, row_split_geometry
+
+if TYPE_CHECKING:
+    from ninferbuild.artifact.codecs.buffers import Payload, WordFaults
 
 
 def _record(format: str | NumericFormat) -> QuantFormat:
@@ -198,25 +200,26 @@ def dequantize_row_split(
     shape: Sequence[int],
     device: torch.device | str = "cpu",
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
     """The values ``[N, K]`` of an object: the binary32 product of scale and code, converted to ``dtype``.
 
     Args:
+        dtype: a floating type; None is bfloat16.
         compiled: accepted for callers that ask for a compiled kernel; the result is the same.
 
     Raises:
         TypeError: ``dtype`` is not floating.
         ValueError: illegal format or shape, or a payload of another length.
     """
-    require_floating(dtype)
+    chosen = decoded_type(dtype)
     del compiled
     scales, codes = decode_row_split_codes(source, format, shape, device)
     values = codes.to(torch.float32)
     values *= scales.to(torch.float32).unsqueeze(-1)
     rows, columns = shape
-    return values.reshape(rows, -1)[:, :columns].to(dtype).contiguous()
+    return values.reshape(rows, -1)[:, :columns].to(chosen).contiguous()
 
 
 # Rows
