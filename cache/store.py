@@ -39,7 +39,7 @@ class Limits:
         index_map: address space of the index.
         segment_map: address space of a segment.
         segment_bytes: a segment is sealed when it has grown to this.
-        transaction_bytes: blocks written in one transaction; dirty pages are heap.
+        transaction_bytes: blocks written in one transaction of one segment; dirty pages are heap.
         queue_bytes: blocks that wait for the writer.
         margin_bytes: free space that a write leaves on the disk.
     """
@@ -48,7 +48,7 @@ class Limits:
     segment_map: int = 16 * GIB
     segment_bytes: int = 8 * GIB
     transaction_bytes: int = 32 * MIB
-    queue_bytes: int = 64 * MIB
+    queue_bytes: int = 128 * MIB
     margin_bytes: int = 2 * MIB
 
 

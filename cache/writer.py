@@ -1,6 +1,7 @@
 """The writer: one thread that stores blocks, records and memo rows in the order in which they were given.
 
-A batch is at most one transaction of blocks, synced, followed by one transaction of the index that names them. So a
+A batch is one transaction of blocks for each segment it goes to, all synced, followed by one transaction of the index
+that names them. So a
 record never names a block that is not on the disk, and a process killed at any moment leaves at worst blocks that
 nothing names.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 import threading
 import time
@@ -34,6 +36,12 @@ from ninferbuild.cache.records import ActionRecord, Number, Raw, StoredAction, S
 from ninferbuild.cache.store import Store
 from ninferbuild.digest import block_digest
 from ninferbuild.errors import CacheError
+
+LANES = 2
+"""Segments that take the blocks of one large batch at the same time."""
+
+PARALLEL_BYTES = 16 << 20
+"""Batches below this stay in one segment."""
 
 _LINGER = 0.05  # seconds that a batch waits for company: each costs two syncs
 
@@ -63,6 +71,27 @@ def memo_key(key: bytes) -> bytes:
     return key if len(key) <= 64 else xxhash.xxh3_128_digest(key)
 
 
+def _active(lane: int) -> bytes:
+    """The row that holds the number of the segment which takes the new blocks of one lane."""
+    return ACTIVE_SEGMENT if lane == 0 else ACTIVE_SEGMENT + b".%d" % lane
+
+
+def _divided(blocks: dict[bytes, bytes | memoryview]) -> list[list[tuple[bytes, bytes | memoryview]]]:
+    """Blocks in up to :data:`LANES` groups of about equal size; small batches stay together."""
+    items = sorted(blocks.items(), key=lambda item: len(item[1]), reverse=True)
+    if not items:
+        return []
+    if len(items) < LANES or sum(len(data) for _, data in items) < PARALLEL_BYTES:
+        return [items]
+    groups: list[list[tuple[bytes, bytes | memoryview]]] = [[] for _ in range(LANES)]
+    sizes = [0] * LANES
+    for digest, data in items:
+        lane = sizes.index(min(sizes))
+        groups[lane].append((digest, data))
+        sizes[lane] += len(data)
+    return groups
+
+
 class Writer:
     """Use as a context manager; leaving it without an error flushes. All methods may be called from any thread.
 
@@ -81,6 +110,7 @@ class Writer:
         self._closing = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        self._pool = ThreadPoolExecutor(max_workers=max(1, LANES - 1), thread_name_prefix="ninferbuild-cache-lane")
         self._thread = threading.Thread(target=self._run, name="ninferbuild-cache-writer", daemon=True)
         self._thread.start()
 
@@ -132,6 +162,7 @@ class Writer:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._pool.shutdown()
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, OutOfSpaceError):
@@ -179,7 +210,7 @@ class Writer:
 
     def _next_batch(self) -> list[_Item]:
         """As much of the queue as one transaction may hold; nothing when the writer is closed and the queue empty."""
-        limit = self._store.limits.transaction_bytes
+        limit = LANES * self._store.limits.transaction_bytes
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             self._changed.wait_for(
@@ -206,14 +237,14 @@ class Writer:
             if self._max_size is not None and size:
                 make_room(store, size, self._max_size)
             self._require_space(size)
-            segment = self._store_blocks(missing)
+            stored = self._store_blocks(missing)
             with store.index.write() as transaction:
                 store.write_leases(transaction)
                 for digest, data in given.items():
                     if digest in missing:
                         stale = transaction.get(BLOCKS, digest, StoredBlock)
                         transaction.add(LIVE_BYTES, -stale.length if stale is not None else 0)
-                        transaction.put(BLOCKS, digest, StoredBlock(segment, len(data), store.session))
+                        transaction.put(BLOCKS, digest, StoredBlock(stored[digest], len(data), store.session))
                     else:
                         self._adopt(transaction, digest)
                 transaction.add(LIVE_BYTES, size)
@@ -224,8 +255,8 @@ class Writer:
                         day = int(time.time() // 86400)
                         for key, digest in item.items:
                             transaction.put(DIGESTS, memo_key(key), StoredDigest(digest, day))
-                if missing:
-                    transaction.put(NUMBERS, ACTIVE_SEGMENT, Number(segment))
+                for lane, segment in enumerate(dict.fromkeys(stored.values())):
+                    transaction.put(NUMBERS, _active(lane), Number(segment))
         store.found_again(item.record.key for item in batch if isinstance(item, _Action))
 
     def _missing(self, given: dict[bytes, bytes | memoryview]) -> dict[bytes, bytes | memoryview]:
@@ -247,15 +278,34 @@ class Writer:
                 "NINFERBUILD_CACHE or [cache] dir"
             )
 
-    def _store_blocks(self, missing: dict[bytes, bytes | memoryview]) -> int:
-        store = self._store
-        with store.index.read() as transaction:
-            segment = int(transaction.number(ACTIVE_SEGMENT))
-        if not store.segments.on_disk(segment) or store.segments.used_bytes(segment) >= store.limits.segment_bytes:
-            segment = max([segment, *store.segments.ids()]) + 1
-        if missing:
-            store.segments.put(segment, missing.items())
-        return segment
+    def _store_blocks(self, missing: dict[bytes, bytes | memoryview]) -> dict[bytes, int]:
+        """Store blocks; the segment of each. Large batches go to several segments at once: copying into one
+        environment keeps one core busy, which is slower than the disks that caches are put on."""
+        groups = _divided(missing)
+        with self._store.index.read() as transaction:
+            segments = [int(transaction.number(_active(lane))) for lane in range(len(groups))]
+        taken = max([0, *segments, *self._store.segments.ids()])
+        for lane, segment in enumerate(segments):
+            if self._is_full(segment) or segment in segments[:lane]:
+                taken += 1
+                segments[lane] = taken
+        writes = [
+            self._pool.submit(self._store.segments.put, segment, group)
+            for segment, group in zip(segments[1:], groups[1:], strict=True)
+        ]
+        try:
+            if groups:
+                self._store.segments.put(segments[0], groups[0])
+        finally:
+            for write in writes:
+                write.exception()  # wait: nothing may still be writing when the lock is released
+        for write in writes:
+            write.result()
+        return {digest: segment for segment, group in zip(segments, groups, strict=True) for digest, _ in group}
+
+    def _is_full(self, segment: int) -> bool:
+        segments = self._store.segments
+        return not segments.on_disk(segment) or segments.used_bytes(segment) >= self._store.limits.segment_bytes
 
     def _adopt(self, transaction: Transaction, digest: bytes) -> None:
         """Mark a block that is there already as needed by this process, until a record names it."""
