@@ -6,7 +6,10 @@ what was encoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import closing
 from functools import partial
 from math import prod
 import threading
@@ -15,9 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ninferbuild.ahead import ahead
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
-from ninferbuild.digest import BLOCK_BYTES, BlockHasher, combine
+from ninferbuild.digest import BLOCK_BYTES, BlockHasher, block_digest, combine
 from ninferbuild.errors import Cancelled
 from ninferbuild.lanes import HostLane, Lane
 from ninferbuild.manifest import declares_content
@@ -38,6 +42,15 @@ CHUNK_BYTES = 4 << 20
 CUDA_CHUNK_BYTES = 16 << 20
 """Source bytes of one chunk on a GPU: large enough that launching kernels costs little beside the copies."""
 
+LARGE_BYTES = 32 << 20
+"""Parents of so many source bytes are read ahead."""
+
+BLOCKS_AHEAD = 2
+"""Blocks of a large parent that are read before they are asked for."""
+
+BLOCKS_UNDER_WAY = 4
+"""Blocks of a payload that are being stored while the next ones are encoded."""
+
 TILE_ROWS = 128
 """Rows of one scale tile of ``block_scale_k16_m128x4_v1``; its chunks are whole tiles."""
 
@@ -45,23 +58,31 @@ TILE_ROWS = 128
 class PayloadSink:
     """Cuts the planes of one payload into blocks: at plane boundaries, and every 8 MiB within a plane.
 
-    One block a plane is open, so memory does not grow with the payload.
+    One block a plane is open and a few are on their way, so memory does not grow with the payload.
 
     Args:
         planes: geometry of the payload, in file order.
         put: stores one full block, given its offset in the payload, and returns its digest.
+        pool: calls ``put``; blocks of one payload may be stored in any order.
     """
 
-    def __init__(self, planes: Sequence[Plane], put: Callable[[int, memoryview], bytes]):
+    def __init__(self, planes: Sequence[Plane], put: Callable[[int, memoryview], bytes], pool: Executor):
         self._planes = planes
         self._put = put
+        self._pool = pool
         self._open: list[NDArray[np.uint8] | None] = [None] * len(planes)
         self._filled = [0] * len(planes)
         self._done = [0] * len(planes)
-        self._blocks: list[list[tuple[bytes, int]]] = [[] for _ in planes]
+        self._blocks: list[list[tuple[Future[bytes], int]]] = [[] for _ in planes]
+        self._under_way: deque[Future[bytes]] = deque()
 
     def append(self, plane: int, data: memoryview) -> None:
-        """The next bytes of one plane."""
+        """The next bytes of one plane.
+
+        Raises:
+            ValueError: the plane holds fewer.
+            whatever ``put`` raised for an earlier block.
+        """
         extent = self._planes[plane].extent
         if self._done[plane] + self._filled[plane] + len(data) > extent:
             raise ValueError(f"plane {plane} holds {extent} bytes, more were written")
@@ -82,15 +103,20 @@ class PayloadSink:
         block = self._open[plane]
         assert block is not None
         offset = self._planes[plane].offset + self._done[plane]
-        self._blocks[plane].append((self._put(offset, block.data.toreadonly()), len(block)))
+        stored = self._pool.submit(self._put, offset, block.data.toreadonly())
+        self._blocks[plane].append((stored, len(block)))
         self._done[plane] += len(block)
         self._open[plane], self._filled[plane] = None, 0
+        self._under_way.append(stored)
+        if len(self._under_way) > BLOCKS_UNDER_WAY:
+            self._under_way.popleft().result()
 
     def finish(self) -> tuple[tuple[tuple[bytes, int], ...], bytes]:
         """Zero the gaps behind the planes; the blocks in payload order and the digest of the payload.
 
         Raises:
             ValueError: a plane did not receive all its bytes.
+            whatever ``put`` raised.
         """
         for index, plane in enumerate(self._planes):
             written = self._done[index] + self._filled[index]
@@ -98,16 +124,21 @@ class PayloadSink:
                 raise ValueError(f"plane {index} holds {plane.bytes} bytes, {written} were written")
             if plane.extent > written:
                 self.append(index, memoryview(bytes(plane.extent - written)))
-        blocks = tuple(block for plane_blocks in self._blocks for block in plane_blocks)
+        blocks = tuple((stored.result(), length) for plane_blocks in self._blocks for stored, length in plane_blocks)
         return blocks, combine(digest for digest, _ in blocks)
+
+    def abandon(self) -> None:
+        """Wait for blocks on their way of a payload that will not be finished."""
+        wait(self._under_way)
 
 
 class _OpaqueValues:
     """Values of a user's reader as a stream, hashed like a region: element type and bytes."""
 
-    def __init__(self, item: MethodInput, observe: Callable[[memoryview], None]):
+    def __init__(self, item: MethodInput, count: Callable[[int], None]):
         self._source = item.source
-        self._observe = observe
+        self._count = count
+        self._hasher = BlockHasher()
         self._next = 0
         self._dtype: torch.dtype | None = None
 
@@ -115,30 +146,47 @@ class _OpaqueValues:
         values = self._source.values(self._next, self._next + count).detach().cpu().contiguous()
         if self._dtype is None:
             self._dtype = values.dtype
-            self._observe(memoryview(str(values.dtype).encode()))
+            self._hasher.update(str(values.dtype).encode())
         elif values.dtype != self._dtype:
             raise ValueError(f"{self._source.label}: values are {values.dtype} after {self._dtype}")
         self._next += count
-        self._observe(host_memory(values.view(torch.uint8)))
+        data = host_memory(values.view(torch.uint8))
+        self._hasher.update(data)
+        self._count(data.nbytes)
         return values
+
+    def digest(self) -> bytes:
+        return self._hasher.digest()
 
 
 class _OpaqueRows:
-    """Encoded rows of a user's reader as a stream, hashed word for word."""
+    """Encoded rows of a user's reader as a stream, hashed word for word: codes and scales each for themselves, so that
+    the digest does not depend on how the rows are cut into blocks."""
 
-    def __init__(self, item: MethodInput, observe: Callable[[memoryview], None]):
+    def __init__(self, item: MethodInput, count: Callable[[int], None]):
         self._source = item.source
-        self._observe = observe
+        self._count = count
+        self._hashers = (BlockHasher(), BlockHasher())
         self._next = 0
+        self._kind: str | None = None
 
     def read(self, rows: int) -> EncodedRows:
         assert self._source.read_encoded is not None
         block = self._source.read_encoded(self._next, self._next + rows)
         self._next += rows
-        self._observe(memoryview(f"{block.format} {(block.weight_divisor or b'').hex()}".encode()))
-        for words in (block.codes, block.scales):
-            self._observe(host_memory(words.detach().contiguous().view(torch.uint8).reshape(-1)))
+        kind = f"{block.format} {(block.weight_divisor or b'').hex()}{' packed' if block.packed else ''}"
+        if self._kind is None:
+            self._kind = kind
+        elif kind != self._kind:
+            raise ValueError(f"{self._source.label}: encoded rows are {kind} after {self._kind}")
+        for hasher, words in zip(self._hashers, (block.codes, block.scales), strict=True):
+            data = host_memory(words.detach().contiguous().view(torch.uint8).reshape(-1))
+            hasher.update(data)
+            self._count(data.nbytes)
         return block
+
+    def digest(self) -> bytes:
+        return combine([block_digest((self._kind or "").encode()), *(hasher.digest() for hasher in self._hashers)])
 
 
 class InputReader:
@@ -148,32 +196,27 @@ class InputReader:
         rule = parent.rule
         self.encoded = rule is not None and rule.reads == "encoded"
         self.source_bytes = 0
-        self._hashers: list[BlockHasher] = []
+        self._hashers: list[BlockHasher | _OpaqueValues | _OpaqueRows] = []
         self._slots: list[int] = []
         self._streams: list[ValueStream | EncodedStream | _OpaqueValues | _OpaqueRows] = []
         self._left: list[int] = []
         for item in parent.request.inputs:
             described = item.source.description
-            hashers = [BlockHasher() for _ in (described.parts if described is not None else (None,))]
             if described is None:
-                opaque = _OpaqueRows if self.encoded else _OpaqueValues
-                self._streams.append(opaque(item, self._observer(hashers, 0)))
-                if declares_content(item.source):
-                    hashers = []
+                reader = (_OpaqueRows if self.encoded else _OpaqueValues)(item, self._count)
+                self._streams.append(reader)
+                if not declares_content(item.source):
+                    self._hashers.append(reader)
             else:
+                hashers = [BlockHasher() for _ in described.parts]
                 opened = open_encoded if self.encoded else open_values
                 self._streams.append(opened(described, self._part_observer(hashers)))
-            self._hashers += hashers
+                self._hashers += hashers
             self._left.append(item.source.shape[0] if self.encoded else prod(item.source.shape))
         self._current = 0
 
-    def _observer(self, hashers: list[BlockHasher], index: int) -> Callable[[memoryview], None]:
-        def observe(data: memoryview) -> None:
-            self.source_bytes += data.nbytes
-            hashers[index].update(data)
-
-        hashers = list(hashers)
-        return observe
+    def _count(self, data_bytes: int) -> None:
+        self.source_bytes += data_bytes
 
     def _part_observer(self, hashers: list[BlockHasher]) -> Callable[[int, memoryview], None]:
         def observe(part: int, data: memoryview) -> None:
@@ -224,8 +267,13 @@ class InputReader:
 
 def hash_values(item: MethodInput, *, encoded: bool, cancel: threading.Event) -> tuple[bytes, int]:
     """The digest of what a user's reader gives, and the bytes it gave."""
-    hasher = BlockHasher()
-    stream = (_OpaqueRows if encoded else _OpaqueValues)(item, hasher.update)
+    total = 0
+
+    def count_bytes(data_bytes: int) -> None:
+        nonlocal total
+        total += data_bytes
+
+    stream = (_OpaqueRows if encoded else _OpaqueValues)(item, count_bytes)
     left = item.source.shape[0] if encoded else prod(item.source.shape)
     while left:
         if cancel.is_set():
@@ -233,7 +281,7 @@ def hash_values(item: MethodInput, *, encoded: bool, cancel: threading.Event) ->
         count = min(left, 4096 if encoded else CHUNK_BYTES // 2)
         stream.read(count)
         left -= count
-    return hasher.digest(), hasher.length
+    return stream.digest(), total
 
 
 def encode(
@@ -269,26 +317,41 @@ def encode(
         lane = HostLane()
     errors = ErrorFlags(lane.device)
     told = 0
-    for first, count in _chunks(rule, parent, reader, chunk_bytes):
-        if cancel.is_set():
-            raise Cancelled
-        block: torch.Tensor | EncodedRows
-        if reader.encoded:
-            block = reader.rows(count)
-        elif target.format in DIRECT_FORMATS:
-            block = reader.values(count, lane.room)
-        else:
-            block = reader.values(count * target.shape[1], lane.room).view(count, target.shape[1])
-        lane.run(
-            block,
-            partial(rule.encode, target=target, checked=checked, first_row=first, device=lane.device, errors=errors),
-            sink.append,
-        )
-        advance(reader.source_bytes - told)
-        told = reader.source_bytes
+    blocks = _blocks(parent, reader, lane, _chunks(rule, parent, reader, chunk_bytes))
+    with closing(ahead(blocks, BLOCKS_AHEAD) if _is_large(parent) else blocks) as coming:
+        for first, block in coming:
+            if cancel.is_set():
+                raise Cancelled
+            encoder = partial(
+                rule.encode, target=target, checked=checked, first_row=first, device=lane.device, errors=errors
+            )
+            lane.run(block, encoder, sink.append)
+            advance(reader.source_bytes - told)
+            told = reader.source_bytes
     lane.finish(sink.append)
     errors.raise_if_any()
     return reader.digests(), reader.source_bytes
+
+
+def _is_large(parent: Parent) -> bool:
+    """Whether reading ahead is worth a thread. What a user's reader does belongs in the thread that is watched."""
+    if any(item.source.description is None for item in parent.request.inputs):
+        return False
+    return 2 * prod(parent.request.target.shape) >= LARGE_BYTES
+
+
+def _blocks(
+    parent: Parent, reader: InputReader, lane: Lane, chunks: Iterator[tuple[int, int]]
+) -> Generator[tuple[int, torch.Tensor | EncodedRows]]:
+    """The parent's inputs block by block, each with its first row (direct formats: element)."""
+    target = parent.request.target
+    for first, count in chunks:
+        if reader.encoded:
+            yield first, reader.rows(count)
+        elif target.format in DIRECT_FORMATS:
+            yield first, reader.values(count, lane.room)
+        else:
+            yield first, reader.values(count * target.shape[1], lane.room).view(count, target.shape[1])
 
 
 def _chunks(rule: Rule, parent: Parent, reader: InputReader, chunk_bytes: int) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,8 @@ names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 import threading
@@ -23,7 +24,7 @@ from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
 from ninferbuild.device import Device
 from ninferbuild.encode import CHUNK_BYTES, CUDA_CHUNK_BYTES, PayloadSink, encode
 from ninferbuild.errors import Cancelled, NinferbuildError, SourceChangedError
-from ninferbuild.fingerprint import Reason, Recording, digest_dep, recording
+from ninferbuild.fingerprint import Reason, Recording, recording
 from ninferbuild.lanes import Lane, lane_for
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
@@ -35,6 +36,9 @@ from ninferbuild.user_errors import message_of
 if TYPE_CHECKING:
     from ninferbuild.plan import Parent
     from ninferbuild.staging import Staging
+
+DELIVERY_THREADS = 4
+"""Threads that hash finished blocks and hand them on."""
 
 SMALLEST_CHUNK = 256 << 10
 """Chunks are not made smaller than this many bytes when the device runs out of memory."""
@@ -75,10 +79,17 @@ class Executor:
     source_bytes: int = 0
     executed: set[bytes] = field(default_factory=set)
     seconds: dict[bytes, float] = field(default_factory=dict)
+    _delivery: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(DELIVERY_THREADS, thread_name_prefix="deliver")
+    )
     _thread: threading.local = field(default_factory=threading.local)
     _users: dict[int, PreparedUser] = field(default_factory=dict)
     _user_lock: threading.Lock = field(default_factory=threading.Lock)
     _count_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """End the executor's threads."""
+        self._delivery.shutdown()
 
     def prepare(self, action: Action) -> Mapping[AuxiliaryKey, AuxiliaryValue]:
         """Call the user's method of an action that will run; its auxiliaries.
@@ -127,7 +138,7 @@ class Executor:
         if action.user:
             with self._watching(action) as seen:
                 blocks, digest, digests, count = self._encode(action)
-            deps = _file_deps(seen.paths)
+            deps = _file_deps(seen)
             self._refuse(action, seen.reasons)
         else:
             blocks, digest, digests, count = self._encode(action)
@@ -152,6 +163,7 @@ class Executor:
                     parent, sink, self._lane(), chunk_bytes=chunk, cancel=self.cancel, advance=self.advance
                 )
             except torch.cuda.OutOfMemoryError as error:
+                sink.abandon()
                 chunk //= 4
                 torch.cuda.empty_cache()
                 if chunk < SMALLEST_CHUNK:
@@ -159,8 +171,10 @@ class Executor:
                         f"{_names(parent)}: the GPU is out of memory even for small chunks; free some of it, or "
                         "build with --device cpu"
                     ) from error
-            else:
-                return *sink.finish(), digests, count
+            except BaseException:
+                sink.abandon()
+                raise
+            return *sink.finish(), digests, count
 
     @contextmanager
     def _watching(self, action: Action) -> Iterator[Recording]:
@@ -190,14 +204,14 @@ class Executor:
         planes = planes_of(target.layout, target.format, target.shape, target.divisors)
         staging = self.staging
         if staging is None:
-            return PayloadSink(planes, lambda offset, data: self.writer.block(data))
+            return PayloadSink(planes, lambda offset, data: self.writer.block(data), self._delivery)
         objects = [parent.target.id for parent in action.parents]
 
         def put(offset: int, data: memoryview) -> bytes:
             staging.write(objects, offset, data)
             return self.writer.block(data)
 
-        return PayloadSink(planes, put)
+        return PayloadSink(planes, put, self._delivery)
 
     def _user(self, action: Action) -> ActionRecord:
         if any(digest is None for digest in action.digests):
@@ -214,7 +228,8 @@ class Executor:
             spill.feed(sink)
         blocks, digest = sink.finish()
         self.memo.check_unchanged(action.stored_regions())
-        deps = (*prepared.lookups.deps(), *_file_deps({*prepared.seen.paths, *seen.paths}))
+        prepared.seen.close()  # what preparing opened may have been read, or mapped, until now
+        deps = (*prepared.lookups.deps(), *_file_deps(prepared.seen, seen))
         self.advance(action.source_bytes)
         rows = [
             AuxiliaryRow(input=i, use=u, role=role, format=value.format, shape=value.shape, data=value.data)
@@ -271,8 +286,11 @@ def replace_seconds(record: ActionRecord, seconds: float) -> ActionRecord:
     return msgspec.structs.replace(record, seconds=seconds)
 
 
-def _file_deps(paths: Iterable[str]) -> tuple[Dep, ...]:
-    return tuple(Dep(path=path, digest=digest_dep(path)) for path in sorted(set(paths)))
+def _file_deps(*recordings: Recording) -> tuple[Dep, ...]:
+    found: dict[str, bytes] = {}
+    for recording in recordings:
+        found |= recording.digests
+    return tuple(Dep(path=path, digest=digest) for path, digest in sorted(found.items()))
 
 
 def _names(parent: Parent) -> str:

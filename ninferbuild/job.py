@@ -209,7 +209,9 @@ class Job:
         return self._staging
 
     def close(self) -> None:
-        """Remove temporaries of an output that was not published."""
+        """End threads, and remove temporaries of an output that was not published."""
+        if self._executor is not None:
+            self._executor.close()
         if self._staging is not None:
             self._staging.discard()
 

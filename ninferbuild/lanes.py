@@ -24,6 +24,10 @@ BLOCKS_IN_FLIGHT = 2
 """Blocks that a CUDA lane has given to the device and not yet taken back."""
 
 
+BUFFERS = 4
+"""Blocks of a host lane that may exist at a time: one read, one encoded, and those waiting between the two."""
+
+
 class Lane(Protocol):
     """Serves one action at a time, from one thread; may serve many, one after the other."""
 
@@ -48,14 +52,16 @@ class HostLane:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * BUFFERS
+        self._next = 0
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        # One buffer serves all blocks: its planes are copied out before the next block is read.
+        # A block's planes are copied out before its buffer comes round again.
+        self._next = (self._next + 1) % BUFFERS
         size = count * dtype.itemsize
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        return self._buffer[:size].view(dtype)
+        if self._buffers[self._next].numel() < size:
+            self._buffers[self._next] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[self._next][:size].view(dtype)
 
     def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
         for index, plane in enumerate(encode(block)):
