@@ -286,10 +286,10 @@ def replace_seconds(record: ActionRecord, seconds: float) -> ActionRecord:
     return msgspec.structs.replace(record, seconds=seconds)
 
 
-def _file_deps(*recordings: Recording) -> tuple[Dep, ...]:
+def _file_deps(*finished: Recording) -> tuple[Dep, ...]:
     found: dict[str, bytes] = {}
-    for recording in recordings:
-        found |= recording.digests
+    for seen in finished:
+        found |= seen.digests
     return tuple(Dep(path=path, digest=digest) for path, digest in sorted(found.items()))
 
 

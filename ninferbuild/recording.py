@@ -6,7 +6,7 @@ hook for the process, installed at the first recording, notes the events of thre
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 import importlib
 import os
@@ -34,8 +34,8 @@ _SOURCE_READERS = ("linecache", "tokenize", "traceback", "importlib", "zipimport
 
 _PSEUDO = ("/dev/", "/proc/", "/sys/")
 
-Signature = tuple[int, int, int] | None
-"""(inode, size, mtime_ns) of a file when it was opened; None: it did not exist."""
+Signature = tuple[int, int, int, int] | None
+"""(inode, size, mtime_ns, ctime_ns) of a file when it was opened; None: it did not exist."""
 
 
 class Recording:
@@ -49,6 +49,7 @@ class Recording:
         self.accounted = frozenset(map(id, accounted))
         self._keep = tuple(accounted)  # an id is an identity only as long as its object lives
         self._files: dict[str, Signature] = {}
+        self._digests: dict[str, bytes] = {}
         self._reasons: dict[Reason, None] = {}
 
     @property
@@ -61,6 +62,11 @@ class Recording:
         """Why a result cannot be trusted a second time; empty for a function that can be repeated."""
         return tuple(self._reasons)
 
+    @property
+    def digests(self) -> Mapping[str, bytes]:
+        """Digest of each of :attr:`paths`, taken when the recording ended."""
+        return self._digests
+
     def refuse(self, name: str, hazard: Hazard) -> None:
         """Note that the result cannot be trusted a second time."""
         self._reasons[Reason(name, hazard.why, hazard.fix)] = None
@@ -71,8 +77,14 @@ class Recording:
             self._files[path] = _signature(path)
 
     def close(self) -> None:
-        """Compare every file with what it was when it was opened."""
+        """Take the digest of every file, then compare the file with what it was when it was opened.
+
+        In this order a change is seen even if it comes while the digest is taken. May be called again, after something
+        else has used the files.
+        """
         for path, before in self._files.items():
+            if path not in self._digests:
+                self._digests[path] = digest_dep(path)
             if _signature(path) != before:
                 self.refuse(path, Hazard("it changed while the function ran", "build again"))
 
@@ -82,7 +94,7 @@ def _signature(path: str) -> Signature:
         found = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 class _ThreadState(threading.local):
@@ -195,12 +207,13 @@ def watching(accounted: Collection[object] = ()) -> Iterator[Recording]:
     try:
         yield found
     finally:
-        _thread.recording = before
+        _thread.recording = None
         after = _random_states()
         for name in sorted(after):
             if after[name] != generators.get(name):
                 found.refuse(f"the global random numbers of {name}", RANDOM)
         found.close()
+        _thread.recording = before
 
 
 def _random_states(*, load: bool = False) -> dict[str, object]:

@@ -140,7 +140,7 @@ class Resolver:
             identity = xxhash.xxh3_128(filled.stem().encode())
             for index, (key, item) in enumerate(zip(keys, regions, strict=True)):
                 identity.update(key if item is not None and key is not None else _opaque_identity(parent, index))
-            if parent.rule is None:
+            if parent.rule is None or (code is not None and code.reasons):
                 identity.update(_opaque_identity(parent, -1))
             action = found.get(identity.digest())
             if action is None:
@@ -291,7 +291,8 @@ def _in_memory(region: Region) -> bytes | None:
 
 
 def _opaque_identity(parent: Parent, slot: int) -> bytes:
-    # Two functions of a user are never known to do the same; the parent's own object tells them apart.
+    # Two functions of a user are never known to do the same, least of all when something about them cannot be seen;
+    # the parent's own object tells them apart.
     return b"opaque" + id(parent).to_bytes(8, "little") + slot.to_bytes(4, "little", signed=True)
 
 
