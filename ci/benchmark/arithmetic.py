@@ -31,9 +31,9 @@ def grouped_absmax(rows: torch.Tensor, format: str) -> Planes:
     if padding:
         values = torch.nn.functional.pad(values, (0, padding))
     groups = values.view(count, -1, group)
-    if not bool(torch.isfinite(groups).all()):
-        raise ValueError("the source contains NaN or infinity")
     maxima = groups.abs().amax(dim=-1)
+    if not bool(torch.isfinite(maxima).all()):
+        raise ValueError("the source contains NaN or infinity")
     scales = (maxima.double() / qmax).to(torch.float32).to(torch.float16)
     scales = torch.where((scales == 0) & (maxima > 0), torch.full_like(scales, 2.0**-24), scales)
     if not bool(torch.isfinite(scales).all()):
@@ -64,9 +64,9 @@ def fp8_row_maxabs(rows: torch.Tensor, format: str) -> Planes:
     if format != FP8:
         raise ValueError(f"fp8_row_maxabs does not make {format}")
     values = rows.cpu().to(torch.float32).to(torch.bfloat16).to(torch.float32)
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError("the source contains NaN or infinity")
     maxima = values.abs().amax(dim=-1)
+    if not bool(torch.isfinite(maxima).all()):
+        raise ValueError("the source contains NaN or infinity")
     scales = (maxima.double() / 448).to(torch.float32).to(torch.bfloat16)
     scales = torch.where((scales == 0) & (maxima > 0), torch.full_like(scales, 2.0**-133), scales)
     reciprocals = torch.where(scales > 0, (1 / scales.double()).to(torch.float32), 0.0)
