@@ -440,7 +440,7 @@ def output_below_a_file(bench: Bench) -> Steps:
     yield [*bench.convert()[:-1], "recipe.py/small.ninfer"]
 
 
-@case("a limit of 100 bytes", "allow larger files")
+@case("maximum file bytes 100", "allow larger files")
 def files_too_small_for_the_directory(bench: Bench) -> Steps:
     yield bench.convert("--max-file-bytes", "100")
 

@@ -43,7 +43,7 @@ def layout_directory(
     check_id(entry_name, "entry name")
     check_positive(payload_bytes, "payload bytes")
     if max_file_bytes is not None:
-        check_positive(max_file_bytes, "maximum bytes of a file")
+        check_positive(max_file_bytes, "maximum file bytes")
     extra = description.keys() - set(_MEMBERS)
     if extra:
         raise ArtifactError(f"directory: unknown member {min(extra, key=str)!a}")
@@ -93,7 +93,7 @@ def _reserve(text_bytes: int) -> int:
 def _segments(entry_name: str, payload_bytes: int, start: int, limit: int | None) -> list[dict[str, Any]]:
     if limit is not None and start >= limit:
         raise ArtifactError(
-            f"a limit of {limit} bytes cannot hold the directory and payload: the directory takes {start}; "
+            f"maximum file bytes {limit} cannot hold the directory and payload: the directory takes {start}; "
             "allow larger files"
         )
     if limit is None or start + payload_bytes <= limit:
@@ -102,7 +102,7 @@ def _segments(entry_name: str, payload_bytes: int, start: int, limit: int | None
         (limit - used) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT for used in (start, PAYLOAD_ALIGNMENT)
     )
     if entry_capacity <= 0 or part_capacity <= 0:
-        raise ArtifactError(f"a limit of {limit} bytes cannot hold one aligned segment after {start} of framing")
+        raise ArtifactError(f"maximum file bytes {limit} cannot hold one aligned segment after {start} of framing")
     files: list[dict[str, Any]] = [{"path": None, "payload_bytes": entry_capacity}]
     remaining = payload_bytes - entry_capacity
     while remaining:
