@@ -1,4 +1,4 @@
-"""The device that encodes: resolved late, because asking for it imports torch."""
+"""The devices that encode: resolved late, because asking for them imports torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """The device of one build, resolved when it is first needed.
+    """The devices of one build, resolved when they are first needed.
 
     Args:
-        wanted: name of a device, or None for the best there is.
+        wanted: names of devices, or None for the best there are.
     """
 
     def __init__(self, wanted: str | None):
         self._wanted = wanted
 
     @cached_property
-    def _device(self) -> torch.device:
-        return resolve_device(self._wanted)
+    def all(self) -> tuple[torch.device, ...]:
+        """Every device that encodes."""
+        return resolve_devices(self._wanted)
 
     def __call__(self) -> torch.device:
-        return self._device
+        """The first device: where a user's function runs."""
+        return self.all[0]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.all))
 
 
-def resolve_device(wanted: str | None) -> torch.device:
-    """The device of a name; None takes CUDA where there is one.
+def resolve_devices(wanted: str | None) -> tuple[torch.device, ...]:
+    """The devices of a name: ``cpu``, ``cuda`` (every GPU), ``cuda:1``, ``cuda:0,1``; None takes CUDA where there is.
 
     Raises:
         ValueError: no such device, or CUDA is unavailable.
@@ -36,13 +41,30 @@ def resolve_device(wanted: str | None) -> torch.device:
     import torch
 
     if wanted is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError as error:
-        raise ValueError(f"--device {wanted}: no such device; use cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, indices = wanted.partition(":")
+    if kind == "cpu" and not indices:
+        return (torch.device("cpu"),)
+    if kind != "cuda":
+        raise ValueError(f"--device {wanted}: no such device; use cpu, cuda, or GPUs by number such as cuda:0,1")
+    if not torch.cuda.is_available():
         raise ValueError(f"--device {wanted}: CUDA is unavailable here; use --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {wanted}: only cpu and cuda are supported")
-    return device
+    count = torch.cuda.device_count()
+    if not indices:
+        # The first is "cuda" without a number: what a user's function is told does not depend on how many there are.
+        return (torch.device("cuda"), *(torch.device("cuda", index) for index in range(1, count)))
+    try:
+        numbers = [int(index) for index in indices.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--device {wanted}: GPUs are given by number, such as cuda:0,1") from error
+    for number in numbers:
+        if not 0 <= number < count:
+            raise ValueError(f"--device {wanted}: there is no GPU {number}; there are {count}, counted from 0")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"--device {wanted}: each GPU may be named once")
+    return tuple(torch.device("cuda", number) for number in numbers)
+
+
+def resolve_device(wanted: str | None) -> torch.device:
+    """The first of :func:`resolve_devices`."""
+    return resolve_devices(wanted)[0]

@@ -86,6 +86,7 @@ class Executor:
     _users: dict[int, PreparedUser] = field(default_factory=dict)
     _user_lock: threading.Lock = field(default_factory=threading.Lock)
     _count_lock: threading.Lock = field(default_factory=threading.Lock)
+    _lanes: int = 0
 
     def close(self) -> None:
         """End the executor's threads."""
@@ -191,10 +192,13 @@ class Executor:
             self.note(f"{action.parent.names[0]}: {reason}")
 
     def _lane(self) -> Lane:
-        """This thread's way to the device, ready for an action."""
+        """This thread's way to a device, ready for an action; threads take turns among the devices."""
         lane: Lane | None = getattr(self._thread, "lane", None)
         if lane is None:
-            lane = self._thread.lane = lane_for(self.device())
+            with self._count_lock:
+                self._lanes += 1
+                device = self.device.all[(self._lanes - 1) % len(self.device.all)]
+            lane = self._thread.lane = lane_for(device)
         lane.reset()
         return lane
 

@@ -16,7 +16,7 @@ from ninferbuild import platform_io
 from ninferbuild.action_graph import action_graph
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
-from ninferbuild.errors import CacheError, NinferbuildError
+from ninferbuild.errors import ActionsFailedError, CacheError, PayloadLostError
 from ninferbuild.history import Explainer, Explanation, parents_table, text_lines
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.progress import Progress, action_line
@@ -75,6 +75,9 @@ class BuildResult:
         }
 
 
+WORKERS_PER_GPU = 4
+"""Actions at a time on one GPU: enough to keep reading, copying and storing busy; more only contend."""
+
 LARGEST_BUFFER = 32 << 20
 """Bytes of the largest buffers that encoding takes and frees again and again."""
 
@@ -126,6 +129,25 @@ class Job:
             if action.record is not None and action.record.key == key:
                 action.record, action.state = None, "run"
 
+    def remake(self, lost: PayloadLostError) -> None:
+        """Make what the cache has lost run again. Damage seldom comes alone: every payload is looked at."""
+        self.progress.note(str(lost))
+        self.forget(lost.key)
+        if self._staging is not None:  # linking has taken its temporaries
+            self._staging.discard()
+            self._staging = None
+        if self._executor is not None:
+            self._executor.staging = None
+        with self.cache.reading() as view:
+            for record in [action.record for action in self.session.actions if action.record is not None]:
+                try:
+                    for _ in view.blocks(record):
+                        pass
+                except PayloadLostError as another:
+                    self.progress.note(str(another))
+                    self.forget(another.key)
+        self.execute()
+
     def explained_execute(self, explainer: Explainer) -> None:
         """:meth:`execute`, saying before why actions run, and afterwards what only reading their sources could tell."""
         missing = [action for action in self.session.actions if action.record is None]
@@ -174,15 +196,23 @@ class Job:
         executor = self._executor = self._executor or self._new_executor(writer)
         self._require_space(missing)
         order = {id(parent): index for index, parent in enumerate(self.session.planned.parents, 1)}
+        refused: dict[int, Exception] = {}
         for action in missing:
             if action.parent.rule is None:
-                self.session.auxiliaries[id(action)] = executor.prepare(action)
+                try:
+                    self.session.auxiliaries[id(action)] = executor.prepare(action)
+                except Exception as error:
+                    if not self.keep_going:
+                        raise
+                    refused[id(action)] = error
             for reason in action.uncacheable:
                 self.progress.note(f"{action.parent.names[0]}: {reason}")
 
         def run(action: Action) -> None:
             index = order[id(action.parent)]
             self.progress.action(index, len(order), _line(action.parent), "run")
+            if id(action) in refused:
+                raise refused[id(action)]
             executor.run(action)
             self.executed.add(id(action))
             self.progress.done(index, "run")
@@ -219,13 +249,12 @@ class Job:
         errors = [error for _, error in failed.failures]
         if len(errors) == 1 or not self.keep_going:
             raise errors[0]
-        lines = "\n".join(f"  {error}" for error in errors)
-        raise NinferbuildError(f"{len(errors)} actions failed; finished ones are kept:\n{lines}") from errors[0]
+        raise ActionsFailedError(errors) from errors[0]
 
     def _new_executor(self, writer: Writer) -> Executor:
         from ninferbuild.execute import Executor
 
-        self.progress.note(f"encoding on {self.session.device()}")
+        self.progress.note(f"encoding on {self.session.device}")
         platform_io.keep_freed_memory(LARGEST_BUFFER)
         return Executor(
             cache=self.cache,
@@ -243,7 +272,10 @@ class Job:
     def _workers(self) -> int:
         if self.jobs is not None:
             return self.jobs
-        return self.target.workers or min(os.cpu_count() or 1, 8)
+        if self.target.workers is not None:
+            return self.target.workers
+        devices = self.session.device.all
+        return WORKERS_PER_GPU * len(devices) if devices[0].type == "cuda" else os.cpu_count() or 1
 
     def _require_space(self, missing: Sequence[Action]) -> None:
         """Compare what has to be written with the free space before anything is encoded."""
@@ -339,7 +371,7 @@ class Job:
             executed,
             layout,
             uses=len(contents.uses),
-            device=str(self.session.device()) if self._executor is not None else None,
+            device=str(self.session.device) if self._executor is not None else None,
             preparation_seconds=self.prepared_at - self.began,
             seconds=time.perf_counter() - self.began,
         )

@@ -26,7 +26,7 @@ from ninferbuild.target import load_targets
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
 @file_option
 @click.option(
-    "--device", metavar="DEVICE", help="cuda, cuda:1, cpu; default: the target's, else CUDA where there is one."
+    "--device", metavar="DEVICE", help="cpu, cuda (every GPU) or cuda:0,1; default: the target's, else CUDA if any."
 )
 @click.option(
     "--locked",

@@ -155,7 +155,7 @@ def convert_options(*, required: bool) -> Decorator:
         click.option("--name", "artifact_name", metavar="NAME", help="Stored in the artifact as metadata.name."),
         click.option("--out", metavar="PATH", required=required, help="Entry file of the artifact."),
         click.option(
-            "--device", metavar="DEVICE", help="cuda, cuda:1, cpu; default: CUDA where there is one, else CPU."
+            "--device", metavar="DEVICE", help="cpu, cuda (every GPU) or cuda:0,1; default: CUDA if there is one."
         ),
         click.option("--rows-per-chunk", type=int, metavar="N", help="Rows of a processing block; no effect on bytes."),
         click.option("--max-file-bytes", metavar="SIZE", help="Bound on each file: bytes or 32G; default: one file."),

@@ -30,7 +30,7 @@ from ninferbuild.target import load_target
     help="What has to come out; default: the target's lock if it is in there, else its output.",
 )
 @click.option(
-    "--device", metavar="DEVICE", help="cuda, cuda:1, cpu; default: the target's, else CUDA where there is one."
+    "--device", metavar="DEVICE", help="cpu, cuda (every GPU) or cuda:0,1; default: the target's, else CUDA if any."
 )
 @click.option("--rows-per-chunk", type=click.IntRange(min=1), metavar="N", help="Rows of a processing block.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Actions that run at a time.")
