@@ -70,7 +70,7 @@ def run(kind: str, arguments: Sequence[str], *, scratch: Path, environment: Mapp
         err.seek(0)
         output, errors = out.read(), err.read()
     if code:
-        raise ChildFailed(f"{kind} {' '.join(arguments)} ended with code {code}:\n{errors.strip()}")
+        raise ChildFailed(f"{kind} ({' '.join(arguments)}) ended with code {code}:\n{errors.strip()}")
     found = json.loads(report.read_text())
     return Usage(
         seconds=seconds,
