@@ -99,9 +99,7 @@ def build(
             except PayloadLostError as lost:
                 if attempt == ATTEMPTS - 1:
                     raise
-                shown.note(str(lost))
-                job.forget(lost.key)
-                job.execute()
+                job.remake(lost)
         raise AssertionError("unreachable")
 
 

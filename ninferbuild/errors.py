@@ -6,6 +6,8 @@ that; the classes here are for what only a build system knows about.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class NinferbuildError(Exception):
     """A failure with a message for the user; the command line exits with :attr:`exit_code`."""
@@ -46,3 +48,12 @@ class PayloadLostError(NinferbuildError):
     def __init__(self, key: bytes, reason: str):
         super().__init__(f"cached payload {key.hex()} is damaged ({reason}); it will be made again")
         self.key = key
+
+
+class ActionsFailedError(NinferbuildError):
+    """Several actions of a build that kept going failed; ``failures`` holds the error of each, in that order."""
+
+    def __init__(self, failures: Sequence[BaseException]):
+        self.summary = f"{len(failures)} actions failed, nothing is linked; finished actions are kept"
+        super().__init__("\n".join([f"{self.summary}:", *(f"  {failure}" for failure in failures)]))
+        self.failures = tuple(failures)

@@ -214,6 +214,11 @@ def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Pat
     return [path for path in old_parts if os.path.lexists(path)]
 
 
+def surplus_of(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Path]:
+    """Parts of the set that is replaced which the new set does not have; arguments as :func:`refuse_foreign`."""
+    return [path for path in refuse_foreign(layout_paths, overwrite=overwrite) if path not in layout_paths]
+
+
 FileStat = tuple[str, int, int]
 """(path, bytes, mtime in nanoseconds) of a published file."""
 
@@ -289,7 +294,7 @@ def write(
     """
     decode_directory(layout.text, entry_name=entry.name)  # what a reader would refuse must not be written
     paths, lengths = layout.paths(entry), layout.lengths()
-    old_parts = refuse_foreign(paths, overwrite=overwrite)
+    refuse_foreign(paths, overwrite=overwrite)
     entry.parent.mkdir(parents=True, exist_ok=True)
     taken = staging.take(layout, entry) if staging is not None else None
     staged, complete = taken if taken is not None else ([], frozenset())
@@ -306,7 +311,7 @@ def write(
         _write_payload(layout, contents, records, cache, staged, complete)
         if accept is not None:
             accept([file.path for file in staged], paths)
-        publish(staged, staged_report, [path for path in old_parts if path not in paths])
+        publish(staged, staged_report, lambda: surplus_of(paths, overwrite=overwrite))
     finally:
         for file in (*staged, *([staged_report] if staged_report is not None else [])):
             file.discard()

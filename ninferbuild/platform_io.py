@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 import os
 from pathlib import Path
+import signal
+import threading
+
+ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that ask a program to end."""
 
 _LARGEST_READ = 1 << 30  # macOS refuses reads above 2 GiB; Linux shortens them
 
@@ -78,6 +83,33 @@ def sync_directory(directory: str | Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Keep signals that end a program from interrupting the block; one that came meanwhile takes effect behind it.
+
+    Only the main thread is ever interrupted. A signal's handler is exchanged because a mask would not do: another
+    thread would take the signal, and Python would tell the main thread all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {
+        number: handler
+        for number in ENDING_SIGNALS
+        if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN)
+    }
+    for number in handlers:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

@@ -1,22 +1,24 @@
 """Putting a finished file set under its name, so that the name is a complete set or absent at any instant.
 
-A single file takes one atomic rename. A set of several files, or one that replaces such a set, goes through a journal:
-
 1. all temporaries are complete and synced, then the journal is written and synced;
-2. the old entry is moved aside (from here the name is absent);
-3. parts get their names, then the entry (from here the name is the new set);
+2. where the old or the new set has parts, the old entry is moved aside (from here the name is absent) and the new
+   parts get their names; a single file replaces a single file in one rename, and its name is never absent;
+3. the entry gets its name (from here the name is the new set), then the report;
 4. the old entry and parts that are no longer used are removed, the directory is synced, the journal removed.
 
 Every step can be repeated, so a journal found by a later run is simply carried on to its end; before the journal
-exists nothing but temporaries has been made.
+exists nothing but temporaries has been made. From then on the temporaries belong to the journal: whatever goes wrong,
+they stay for the run that carries it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
+import json
 import os
 from pathlib import Path
+import re
 import secrets
 
 import msgspec
@@ -36,18 +38,30 @@ class StagedFile:
 
     def __init__(self, target: Path, length: int | None = None):
         self.target = target
-        self.path = target.with_name(f".{target.name}.{secrets.token_hex(6)}{SUFFIX}")
-        with _naming(target):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._descriptor: int | None = os.open(self.path, flags, 0o666)
+        self._handed_over = False
+        self._descriptor: int | None = None
         try:
-            platform_io.lock_exclusive(self._descriptor)
+            self._create()
             if length is not None:
                 with _naming(target):
-                    os.ftruncate(self._descriptor, length)
+                    os.ftruncate(self.descriptor, length)
         except BaseException:
             self.discard()
             raise
+
+    def _create(self) -> None:
+        """Make the temporary and lock it. A run that cleans up may come between the two, and takes it for a leftover:
+        then another one is made.
+        """
+        while True:
+            self.path = self.target.with_name(f".{self.target.name}.{secrets.token_hex(6)}{SUFFIX}")
+            with _naming(self.target):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._descriptor = os.open(self.path, flags, 0o666)
+            platform_io.lock_exclusive(self._descriptor, wait=True)
+            if os.fstat(self._descriptor).st_nlink:
+                return
+            self.close()
 
     @property
     def descriptor(self) -> int:
@@ -74,11 +88,16 @@ class StagedFile:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def hand_over(self) -> None:
+        """Leave the temporary to a journal that names it."""
+        self._handed_over = True
+
     def discard(self) -> None:
-        """Remove the temporary, unless it has been published."""
+        """Remove the temporary, unless it has been published or belongs to a journal."""
         self.close()
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        if not self._handed_over:
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
 
 
 @contextlib.contextmanager
@@ -113,47 +132,47 @@ def journal_of(entry: Path) -> Path:
     return entry.with_name(f".{entry.name}.ninferbuild-journal")
 
 
-def publish(staged: Sequence[StagedFile], report: StagedFile | None, surplus: Iterable[Path]) -> None:
-    """Give staged files their names; the first is the entry.
+def publish(
+    staged: Sequence[StagedFile], report: StagedFile | None, surplus: Callable[[], Iterable[Path]] = tuple
+) -> None:
+    """Give staged files their names; the first is the entry. Interrupts wait until that is done.
 
     Args:
         staged: complete files, entry first.
         report: published after the entry.
-        surplus: parts of the set that is replaced which the new set does not have.
+        surplus: called once nobody else can publish here: what of the set that is replaced the new set does not have.
+            When it raises, nothing is published.
+
+    Raises:
+        OSError: a file cannot get its name. If the journal was written by then, the next run carries it on.
     """
     files = [*staged, *([report] if report is not None else [])]
     for file in files:
         file.sync()
     entry = staged[0].target
     with platform_io.locked_directory(entry.parent):
-        _publish(entry, staged, report, surplus)
-    for file in files:
-        file.close()
-
-
-def _publish(entry: Path, staged: Sequence[StagedFile], report: StagedFile | None, surplus: Iterable[Path]) -> None:
-    removed = [path.name for path in surplus]
-    if len(staged) == 1 and not removed:
-        for file in (*staged, *([report] if report is not None else [])):
-            os.replace(file.path, file.target)
-        platform_io.sync_directory(entry.parent)
-    else:
         steps = Journal(
             entry=staged[0].path.name,
             aside=f".{entry.name}.{secrets.token_hex(6)}.old{SUFFIX}",
             parts=[(file.path.name, file.target.name) for file in staged[1:]],
             report=(report.path.name, report.target.name) if report is not None else None,
-            surplus=removed,
+            surplus=[path.name for path in surplus()],
         )
-        _write_journal(entry, steps)
-        _carry_on(entry, steps)
+        with platform_io.interrupts_held():
+            _write_journal(entry, steps)
+            for file in files:
+                file.hand_over()
+            _carry_on(entry, steps)
+    for file in files:
+        file.close()
 
 
 def _write_journal(entry: Path, steps: Journal) -> None:
     journal = journal_of(entry)
     draft = StagedFile(journal)
     try:
-        draft.write(0, msgspec.json.encode(steps))
+        # Names need not be Unicode; unlike msgspec, json keeps those that are not.
+        draft.write(0, json.dumps(msgspec.to_builtins(steps)).encode())
         draft.sync()
         os.replace(draft.path, journal)
     finally:
@@ -162,11 +181,16 @@ def _write_journal(entry: Path, steps: Journal) -> None:
 
 
 def _carry_on(entry: Path, steps: Journal) -> None:
+    with _naming(entry):
+        _take_steps(entry, steps)
+
+
+def _take_steps(entry: Path, steps: Journal) -> None:
     directory = entry.parent
     aside = directory / steps.aside
     if (directory / steps.entry).exists():
         # The entry is still staged, so whatever has its name is the old set.
-        if entry.exists():
+        if os.path.lexists(entry) and (steps.parts or steps.surplus):
             os.replace(entry, aside)
             platform_io.sync_directory(directory)
         for source, target in steps.parts:
@@ -220,28 +244,32 @@ def recover(entry: Path) -> bool:
 def _recover(entry: Path) -> bool:
     journal = journal_of(entry)
     try:
-        steps = msgspec.json.decode(journal.read_bytes(), type=Journal)
+        steps = msgspec.convert(json.loads(journal.read_bytes()), Journal)
     except FileNotFoundError:
         steps = None
-    except msgspec.MsgspecError as error:
+    except (ValueError, msgspec.ValidationError) as error:
         raise NinferbuildError(
             f"{journal}: the journal of an interrupted publication is damaged; remove it and build again"
         ) from error
     if steps is not None:
         _carry_on(entry, steps)
-    prefix = f".{entry.name}."
+    # Exactly the names that this entry's files give: the temporaries of a set with a longer name are not ours.
+    files = f"{re.escape(entry.name)}(\\.part-\\d+|\\.conversion\\.json|\\.sha256)?|{re.escape(journal.name)}"
+    temporary = re.compile(f"\\.({files})\\.[0-9a-f]{{12}}(\\.old)?{re.escape(SUFFIX)}")
     for leftover in entry.parent.iterdir():
-        if leftover.name.startswith(prefix) and leftover.name.endswith(SUFFIX) and _abandoned(leftover):
-            leftover.unlink(missing_ok=True)
+        if temporary.fullmatch(leftover.name):
+            _remove_abandoned(leftover)
     return steps is not None
 
 
-def _abandoned(path: Path) -> bool:
+def _remove_abandoned(path: Path) -> None:
+    """Remove a temporary unless its maker lives. It is removed under its lock: nobody can lock it and go on with it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return
     try:
-        return platform_io.try_lock_exclusive(descriptor)
+        if platform_io.try_lock_exclusive(descriptor):
+            path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)

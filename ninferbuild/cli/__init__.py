@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line with ``args`` (``sys.argv`` if None); the exit code: 0 ok, 1 failed, 2 usage, 3 differs,
-    130 interrupted.
+    130 interrupted, 143 terminated.
     """
     from ninferbuild.cli.run import run
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import click
-
 from ninferbuild.cli.output import Output
 from ninferbuild.errors import DiffersError, UsageError
 from ninferbuild.target import Target
@@ -73,9 +71,9 @@ def build_targets(
             _show_differences(output, target, error)
             if not keep_going or target is targets[-1]:
                 raise
-            from ninferbuild.cli.run import exit_code, one_line
+            from ninferbuild.cli.run import exit_code, show_error
 
-            click.echo(f"error: {one_line(error)}", err=True)
+            show_error(error)
             code = code or exit_code(error)
             continue
         finally:

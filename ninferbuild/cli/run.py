@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 import os
+import signal
 import sys
+import threading
 import traceback
 
 import click
 
 from ninferbuild.cli.output import Output
-from ninferbuild.errors import NinferbuildError
+from ninferbuild.errors import ActionsFailedError, NinferbuildError
+from ninferbuild.platform_io import ENDING_SIGNALS
 
 COMMANDS = {
     "build": "build",
@@ -67,7 +71,7 @@ def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
     cls=LazyGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 differs, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 differs, 130 interrupted, 143 terminated.",
 )
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
 @click.pass_context
@@ -85,6 +89,35 @@ def commands(ctx: click.Context) -> None:
 
 
 def run(args: Sequence[str] | None) -> int:
+    with _ended_in_order() as ended_by:
+        return _run(args, ended_by)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[list[int]]:
+    """Let signals that would kill the process end it like Ctrl-C; yields a list that gets the number of one that came.
+
+    A signal that is handled or ignored already, as by nohup, stays so.
+    """
+    ended_by: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        ended_by.append(number)
+        raise KeyboardInterrupt
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [number for number in ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield ended_by
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
     output = Output()
     try:
         code = commands.main(
@@ -98,20 +131,39 @@ def run(args: Sequence[str] | None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
+        if ended_by:
+            return _fail("terminated; finished actions are kept", 128 + ended_by[0])
         if sys.stderr.isatty():  # after the terminal's own ^C
             click.echo(err=True)
         return _fail("interrupted; finished actions are kept", 130)
     except BrokenPipeError:
-        # The reader of our output has gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except SystemExit as error:  # of a user's code: commands return their exit codes
-        return _fail(one_line(error), 1)
+        return _unread()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # click's way to end then
+            return _unread()
+        return _fail(one_line(error), 1)  # of a user's code: commands return their exit codes
     except Exception as error:
         if output.verbose:
             traceback.print_exc()
-        return _fail(one_line(error), exit_code(error))
+        show_error(error)
+        return exit_code(error)
     return code if isinstance(code, int) else 0
+
+
+def _unread() -> int:
+    """The reader of our output has gone. Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def show_error(error: BaseException) -> None:
+    """Say on standard error what went wrong: one line; of several failures one each, and one that sums them up."""
+    if isinstance(error, ActionsFailedError):
+        for failure in error.failures:
+            click.echo(f"error: {one_line(failure)}", err=True)
+        click.echo(f"error: {error.summary}", err=True)
+    else:
+        click.echo(f"error: {one_line(error)}", err=True)
 
 
 def exit_code(error: BaseException) -> int:
