@@ -118,7 +118,7 @@ def _ended_in_order() -> Iterator[list[int]]:
 
 
 def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
-    output = Output()
+    output, stdout = Output(), sys.stdout
     try:
         code = commands.main(
             args=None if args is None else list(args), prog_name="ninferbuild", standalone_mode=False, obj=output
@@ -139,7 +139,7 @@ def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
     except BrokenPipeError:
         return _unread()
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # click's way to end then
+        if sys.stdout is not stdout:  # click meets a broken pipe by wrapping the streams and leaving
             return _unread()
         return _fail(one_line(error), 1)  # of a user's code: commands return their exit codes
     except Exception as error:
