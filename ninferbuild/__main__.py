@@ -1,6 +1,6 @@
 """``python -m ninferbuild``: the command line."""
 
-from ninferbuild.cli import main
+from ninferbuild.cli import console
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    console()

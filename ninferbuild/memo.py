@@ -75,6 +75,10 @@ class Memo:
             hasher.update(struct.pack("<QQ", span.begin, span.end))
         return hasher.digest()
 
+    def lies_in_memory(self, region: Region) -> bool:
+        """Whether no byte of the region comes from a file."""
+        return all(self._file(span.file)[1] is None for span in region.spans)
+
     def known(self, regions: Sequence[Region], keys: Sequence[bytes]) -> list[bytes | None]:
         """Remembered digests, None where a region has to be read."""
         if self._cache is None or self._rehash:

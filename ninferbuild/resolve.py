@@ -204,7 +204,11 @@ class Resolver:
         ]
         known = self._memo.known([entry[2] for entry in wanted], [entry[3] for entry in wanted])
         for (action, slot, region, _), digest in zip(wanted, known, strict=True):
-            action.digests[slot] = digest if digest is not None else _in_memory(region)
+            action.digests[slot] = digest if digest is not None else self._in_memory(region)
+
+    def _in_memory(self, region: Region) -> bytes | None:
+        """The digest of a region that lies in memory; None for one that has to be read from a file."""
+        return hash_region(region) if self._memo.lies_in_memory(region) else None
 
     def _find_all(self, actions: Sequence[Action]) -> None:
         """Look actions up whose digests are known; those with a result that still holds become ``cached``."""
@@ -281,13 +285,6 @@ def _slot_regions(parent: Parent) -> tuple[Region | None, ...]:
         elif not manifest.declares_content(item.source):
             regions.append(None)
     return tuple(regions)
-
-
-def _in_memory(region: Region) -> bytes | None:
-    """The digest of a region that lies in memory; None for one that has to be read from a file."""
-    if any(span.file.identity() is not None for span in region.spans):
-        return None
-    return hash_region(region)
 
 
 def _opaque_identity(parent: Parent, slot: int) -> bytes:

@@ -7,6 +7,10 @@ nothing to do must not pay for what it does not use.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import gc
+import os
+import sys
+from typing import NoReturn
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -16,3 +20,15 @@ def main(args: Sequence[str] | None = None) -> int:
     from ninferbuild.cli.run import run
 
     return run(args)
+
+
+def console() -> NoReturn:
+    """The ``ninferbuild`` program: :func:`main` in a process of its own."""
+    # A build makes very many objects that live as long as the process, and next to no cycles: looking for those would
+    # take longer than planning does, and longer than importing torch.
+    gc.disable()
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed and synced; taking torch apart module by module would only take time.
+    os._exit(code)

@@ -133,10 +133,11 @@ class Description:
         if not 0 <= begin <= end <= self.elements:
             raise ValueError(f"elements [{begin}, {end}) lie outside {self.elements} stored elements")
         word = WORD_BYTES[self.dtype]
-        part = self.parts[0]
-        region = part.region.select([(begin * word, end * word)])
-        part = replace(part, region=region, row_bytes=prod(shape[1:]) * word)
-        return replace(self, shape=shape, stored_shape=shape, parts=(part,), encoding=None)
+        (whole,) = self.parts
+        part = Part(
+            whole.role, whole.region.select(((begin * word, end * word),)), prod(shape[1:]) * word, 1, whole.name
+        )
+        return Description(shape, self.dtype, "plain", (part,), self.words, (), None, shape)  # as in `select_rows`
 
     @property
     def elements(self) -> int:

@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 
+_UNKNOWN = object()
+
+
 @dataclass(frozen=True, slots=True)
 class LogicalSource:
     """A tensor that can be read in pieces.
@@ -64,6 +67,7 @@ class LogicalSource:
     input_divisor: Callable[[], bytes] | None = None
     files: tuple[Path | str, ...] | None = field(default=None, kw_only=True)
     fingerprint: str | bytes | None = field(default=None, kw_only=True)
+    _described: Any = field(default=_UNKNOWN, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.shape) is not tuple:
@@ -76,6 +80,13 @@ class LogicalSource:
         Raises:
             ValueError: a described source's stored tensors are missing, mis-shaped or damaged.
         """
+        known = self._described
+        if known is _UNKNOWN:  # asked for several times by every stage, of very many sources
+            known = self._describe()
+            object.__setattr__(self, "_described", known)
+        return known  # type: ignore[no-any-return]
+
+    def _describe(self) -> Description | None:
         reader = stored_reader(self)
         if reader is None:
             return None

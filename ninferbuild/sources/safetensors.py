@@ -127,6 +127,7 @@ class SafetensorsSource:
         config = self.root / "config.json"
         self.config: dict[str, Any] = _read_json_object(config) if config.is_file() else {}
         self._files: dict[Path, SafetensorsFile] = {}
+        self._described: dict[str, Description] = {}
 
     @cached_property
     def weight_map(self) -> dict[str, Path]:
@@ -185,6 +186,12 @@ class SafetensorsSource:
         Raises:
             ValueError: as :meth:`describe`; the element type is unsupported; the byte count disagrees with the shape.
         """
+        description = self._described.get(name)
+        if description is None:  # thousands of experts may be views of one tensor
+            description = self._described[name] = self._describe(name)
+        return description
+
+    def _describe(self, name: str) -> Description:
         file, entry = self._entry(name)
         if entry.dtype not in STORED_DTYPES:
             raise ValueError(f"{file.path}: unsupported source dtype {entry.dtype} of {name!r}")
