@@ -55,6 +55,12 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open the artifact whose entry file is ``path``; a context manager. Parts are opened when they are read.
+
+        Raises:
+            ArtifactError: the framing or the directory breaks a rule.
+            OSError: the system's reason.
+        """
         return cls(path)
 
     def _read_entry(self, entry: BinaryIO) -> None:

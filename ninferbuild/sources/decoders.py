@@ -119,6 +119,13 @@ class Nvfp4:
         return EncodedRows("nvfp4", codes, scales, self._word)
 
 
+def _scale_dtype(description: Description) -> torch.dtype:
+    """The stored element type of FP8 scales."""
+    word = description.word("scale_dtype")
+    assert word is not None
+    return torch_dtype(word.decode())
+
+
 class Fp8Row:
     """``e4m3fn(code) * scale``, exact in FP32; FP32 scales are rounded to bfloat16 first.
 
@@ -128,9 +135,7 @@ class Fp8Row:
     def __init__(self, description: Description):
         codes, scales = description.parts
         self._codes_name, self._scales_name = codes.name, scales.name
-        word = description.word("scale_dtype")
-        assert word is not None
-        self._scale_dtype = torch_dtype(word.decode())
+        self._scale_dtype = _scale_dtype(description)
 
     def _scales(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Bfloat16 ``[rows]``, after the checks of the row-scaled FP8 words."""
@@ -165,9 +170,7 @@ class Fp8Block:
     def __init__(self, description: Description):
         codes, scales = description.parts
         self._codes_name, self._scales_name = codes.name, scales.name
-        word = description.word("scale_dtype")
-        assert word is not None
-        self._scale_dtype = torch_dtype(word.decode())
+        self._scale_dtype = _scale_dtype(description)
         self._blocks = -(-description.shape[1] // BLOCK)
         self._entries = np.concatenate(
             [np.arange(begin, end) // BLOCK for begin, end in description.positions] or [np.empty(0, np.int64)]

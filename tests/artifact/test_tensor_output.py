@@ -3,39 +3,15 @@ from __future__ import annotations
 from itertools import permutations
 import struct
 
+from fixtures.memory_writer import MemoryWriter
 import numpy as np
 import pytest
 import torch
 
 from ninferbuild.artifact.codecs import direct, fp8_row, nvfp4, row_split
-from ninferbuild.artifact.coverage import Coverage
 from ninferbuild.artifact.formats import QUANT_FORMATS, default_layout
-from ninferbuild.artifact.schema import ArtifactError, ResourceSpec, TensorSpec, plan_objects
+from ninferbuild.artifact.schema import ArtifactError, ResourceSpec, TensorSpec
 from ninferbuild.artifact.tensor_output import TensorOutput
-
-
-class MemoryWriter:
-    """Keeps one object and refuses to write a byte twice."""
-
-    def __init__(self, spec: TensorSpec | ResourceSpec):
-        (item,) = plan_objects([spec])
-        self.by_id = {item.id: item}
-        self._data = bytearray(b"\xaa" * item.bytes)
-        self._coverage = Coverage()
-
-    def write_region(self, object_id, offset, data):
-        view = memoryview(data).cast("B")
-        assert object_id in self.by_id
-        assert offset + len(view) <= len(self._data)
-        assert self._coverage.add(offset, offset + len(view)), "written twice"
-        self._data[offset : offset + len(view)] = view
-
-    def write_zeros(self, object_id, offset, length):
-        self.write_region(object_id, offset, bytes(length))
-
-    def payload(self) -> bytes:
-        assert self._coverage.first_gap(len(self._data)) is None
-        return bytes(self._data)
 
 
 def output(format: str, shape: tuple[int, ...], divisors: int = 1) -> TensorOutput:

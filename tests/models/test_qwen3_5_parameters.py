@@ -122,14 +122,14 @@ def test_packing_groups_of_the_experts_interleave_gate_and_up(open_fx: OpenFx) -
     ]
 
 
-def test_source_labels(open_fx: OpenFx, fx_root: Path) -> None:
+def test_source_labels(open_fx: OpenFx, checkpoints: Path) -> None:
     parameters = build(open_fx, "moe", ("text",)).parameters
-    layer = f"{fx_root / 'moe'}:{fx.TEXT_PREFIX}layers.0."
+    layer = f"{checkpoints / 'moe'}:{fx.TEXT_PREFIX}layers.0."
     conv = f"transpose({layer}linear_attn.conv1d.weight[0:1024],(2, 0, 1))"
     assert parameters["text/layers/0/gdn/convolution"].source.label == conv
     rows = f"rows({layer}linear_attn.in_proj_qkv.weight, 1 spans, 64 rows)"
     assert parameters["text/layers/0/gdn/key"].source.label == rows
-    assert parameters["text/output_head"].source.label == f"{fx_root / 'moe'}:lm_head.weight"
+    assert parameters["text/output_head"].source.label == f"{checkpoints / 'moe'}:lm_head.weight"
     gate = f"{layer}mlp.experts.gate_up_proj[0:8192]"
     assert parameters["text/layers/0/moe/experts/0/gate"].source.label == gate
 

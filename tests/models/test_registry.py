@@ -70,11 +70,11 @@ def test_other_distributions_register_adapters(
         models.build(unknown)
 
 
-def test_companions_come_from_the_named_sources(open_fx: OpenFx, fx_root: Path) -> None:
+def test_companions_come_from_the_named_sources(open_fx: OpenFx, checkpoints: Path) -> None:
     drafts = {"dflash": open_fx("dflash"), "dflash2": open_fx("dflash2")}
     model = models.build(open_fx("dense"), ("text", "dflash2"), sources=drafts)
     assert list(model.components) == ["text", "dflash2"]
-    assert model.root == fx_root / "dense"
+    assert model.root == checkpoints / "dense"
     assert models.build(open_fx("dense")).components.keys() == {"text"}
     with pytest.raises(ValueError, match="requires its source"):
         models.build(open_fx("dense"), ("text", "dflash"))
@@ -90,12 +90,12 @@ def test_an_mtp_source_is_optional(open_fx: OpenFx, tmp_path: Path) -> None:
     assert "mtp.safetensors:mtp.fc" in other.parameters[name].source.label
 
 
-def test_building_a_model_reads_no_tensor_and_imports_no_torch(fx_root: Path) -> None:
+def test_building_a_model_reads_no_tensor_and_imports_no_torch(checkpoints: Path) -> None:
     program = f"""
 import sys
 from ninferbuild import models
 from ninferbuild.sources.safetensors import SafetensorsSource
-stores = {{name: SafetensorsSource({str(fx_root)!r} + "/" + name) for name in ("dense", "dflash", "dflash2")}}
+stores = {{name: SafetensorsSource({str(checkpoints)!r} + "/" + name) for name in ("dense", "dflash", "dflash2")}}
 models.build(stores["dense"], ("text", "vision", "mtp", "dflash", "dflash2"), sources=stores)
 assert "torch" not in sys.modules
 assert not any(store.bytes_read for store in stores.values())

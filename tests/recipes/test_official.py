@@ -103,14 +103,14 @@ def digest(member: object) -> str:
 
 
 @pytest.fixture
-def configure(fx_root: Path) -> Callable[..., Recipe]:
+def configure(checkpoints: Path) -> Callable[..., Recipe]:
     """Builds an FX model and runs an official recipe on it."""
 
     def configure(
         recipe: str, base: str = "dense", components: str = "text", sources: Mapping[str, str] | None = None
     ) -> Recipe:
-        paths = {name: fx_root / directory for name, directory in (sources or {}).items()}
-        opened = Sources(fx_root / base, paths)
+        paths = {name: checkpoints / directory for name, directory in (sources or {}).items()}
+        opened = Sources(checkpoints / base, paths)
         model = models.build(opened["base"], components.split(","), sources=opened)
         configured = Recipe(model)
         RECIPES[recipe](model, configured, opened)
@@ -125,10 +125,10 @@ def parents(planned: PlannedRecipe) -> dict[tuple[str, ...], str]:
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_directory_members(run: Run, configure: Callable[..., Recipe], fx_root: Path) -> None:
+def test_directory_members(run: Run, configure: Callable[..., Recipe], checkpoints: Path) -> None:
     recipe = configure(run.recipe, run.base, run.components, run.sources)
     if run.proposal:
-        add_official_proposal(recipe, ranking=fx_root / "rank.i64", rows=6)
+        add_official_proposal(recipe, ranking=checkpoints / "rank.i64", rows=6)
     planned = plan_parents(recipe)
     auxiliary_tables = [parent.checked.auxiliaries for parent in planned.parents if parent.checked is not None]
     uses, auxiliaries = planned.uses(auxiliary_tables)
@@ -169,20 +169,20 @@ STORED_AS_THEY_ARE = {
 
 
 @pytest.mark.parametrize("run", STORED_AS_THEY_ARE)
-def test_values_of_direct_objects(run: str, configure: Callable[..., Recipe], fx_root: Path) -> None:
+def test_values_of_direct_objects(run: str, configure: Callable[..., Recipe], checkpoints: Path) -> None:
     chosen = RUNS[run]
     recipe = configure(chosen.recipe, chosen.base, chosen.components, chosen.sources)
     if chosen.proposal:
-        add_official_proposal(recipe, ranking=fx_root / "rank.i64", rows=6)
+        add_official_proposal(recipe, ranking=checkpoints / "rank.i64", rows=6)
     for name, expected in STORED_AS_THEY_ARE[run].items():
         values = recipe.selections[name][0].source.values()
         stored = values.contiguous().view(torch.uint8).numpy().tobytes()
         assert sha256(stored).hexdigest()[:16] == expected, name
 
 
-def test_formats_of_a_dense_run(configure: Callable[..., Recipe], fx_root: Path) -> None:
+def test_formats_of_a_dense_run(configure: Callable[..., Recipe], checkpoints: Path) -> None:
     recipe = configure("qwen3_6_27b", "dense", "text,vision,mtp,dflash2", {"dflash2": "dflash2"})
-    add_official_proposal(recipe, ranking=fx_root / "rank.i64", rows=6)
+    add_official_proposal(recipe, ranking=checkpoints / "rank.i64", rows=6)
     formats = Counter(parents(plan_parents(recipe)).values())
     assert formats == {Q4: 11, Q5: 14, Q8: 16, "bf16": 65, Q6: 3, "fp32": 6, "int32": 1}
 

@@ -28,13 +28,13 @@ IDS = [1, 2, 5, 6, 7, 10]
 
 
 @pytest.fixture
-def recipe(fx_root: Path) -> Recipe:
-    return Recipe(models.build(SafetensorsSource(fx_root / "dense"), ("text", "mtp")))
+def recipe(checkpoints: Path) -> Recipe:
+    return Recipe(models.build(SafetensorsSource(checkpoints / "dense"), ("text", "mtp")))
 
 
 @pytest.fixture
-def ranking(fx_root: Path) -> Path:
-    return fx_root / "rank.i64"
+def ranking(checkpoints: Path) -> Path:
+    return checkpoints / "rank.i64"
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def test_a_split_head_lends_no_rows(recipe: Recipe, ranking: Path) -> None:
     assert "lm_head" in recipe.model.parameters["proposal/head"].source.label
 
 
-def imported_head(recipe: Recipe, fx_root: Path) -> None:
-    source = recipe.model.source("text/output_head", SafetensorsSource(fx_root / "q8"), FP8)
+def imported_head(recipe: Recipe, checkpoints: Path) -> None:
+    source = recipe.model.source("text/output_head", SafetensorsSource(checkpoints / "q8"), FP8)
     recipe.assign("text/output_head", format=FP8, method="import_encoded", source=source)
 
 
-def test_an_imported_head_lends_encoded_rows(recipe: Recipe, ranking: Path, fx_root: Path) -> None:
-    imported_head(recipe, fx_root)
+def test_an_imported_head_lends_encoded_rows(recipe: Recipe, ranking: Path, checkpoints: Path) -> None:
+    imported_head(recipe, checkpoints)
     add_official_proposal(recipe, ranking=ranking, rows=6)
     chosen = recipe.selections["proposal/head"][0]
     assert (chosen.format, chosen.method) == (FP8, METHODS["import_encoded"])
@@ -157,8 +157,8 @@ def test_an_imported_head_lends_encoded_rows(recipe: Recipe, ranking: Path, fx_r
     assert torch.equal(rows.scales, head(0, 16).scales[IDS])
 
 
-def test_the_base_head_can_be_asked_for(recipe: Recipe, ranking: Path, fx_root: Path) -> None:
-    imported_head(recipe, fx_root)
+def test_the_base_head_can_be_asked_for(recipe: Recipe, ranking: Path, checkpoints: Path) -> None:
+    imported_head(recipe, checkpoints)
     own = recipe.model.parameters["text/output_head"].source
     add_proposal(recipe, ranking=ranking, rows=6, source=own)
     chosen = recipe.selections["proposal/head"][0]
@@ -175,11 +175,11 @@ def test_a_quantised_head_of_other_values_lends_values(recipe: Recipe, ranking: 
     assert chosen.source.label == "rows(head, 6 spans, 6 rows)"
 
 
-def test_a_rotated_head_passes_its_signs_on(fx_root: Path, ranking: Path) -> None:
+def test_a_rotated_head_passes_its_signs_on(checkpoints: Path, ranking: Path) -> None:
     model = models.build(
-        SafetensorsSource(fx_root / "dense"),
+        SafetensorsSource(checkpoints / "dense"),
         ("text", "mtp", "dflash"),
-        sources={"dflash": SafetensorsSource(fx_root / "dflash")},
+        sources={"dflash": SafetensorsSource(checkpoints / "dflash")},
     )
     recipe = Recipe(model)
     codes = (torch.arange(16 * 128) % 3 - 1).to(torch.int8).reshape(16, 1, 128)

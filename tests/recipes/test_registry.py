@@ -59,7 +59,7 @@ def test_the_folder_is_no_package_of_its_own() -> None:
         spec.loader.exec_module(util.module_from_spec(spec))
 
 
-def test_configuring_an_official_recipe_imports_no_torch(fx_root: Path) -> None:
+def test_configuring_an_official_recipe_imports_no_torch(checkpoints: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
@@ -68,7 +68,7 @@ from ninferbuild.recipe import Recipe
 from ninferbuild.recipes import RECIPES, RecipeRegistry
 from ninferbuild.recipes.proposal import add_official_proposal
 from ninferbuild.sources.safetensors import SafetensorsSource
-root = Path({str(fx_root)!r})
+root = Path({str(checkpoints)!r})
 model = models.build(SafetensorsSource(root / "dense"), ("text", "mtp"))
 recipe = Recipe(model)
 RECIPES["qwen3_8_27b_nvfp4"](model, recipe, {{"quantized": SafetensorsSource(root / "q8")}})

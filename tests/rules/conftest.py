@@ -1,19 +1,19 @@
-"""Requests, in-memory outputs and an independent model of the arithmetic for the tests of encode rules."""
+"""Requests, and an independent model of the arithmetic, for the tests of encode rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+from fixtures.memory_writer import MemoryWriter
 import numpy as np
 import pytest
 import torch
 
 from ninferbuild.artifact.formats import default_layout, get_format
-from ninferbuild.artifact.layouts import encoded_size, planes
-from ninferbuild.artifact.schema import TensorObject, TensorSpec
+from ninferbuild.artifact.layouts import planes
+from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.artifact.tensor_output import TensorOutput
 from ninferbuild.method import Method, MethodInput, PrepareRequest
 from ninferbuild.rules.rule import Rule
@@ -28,29 +28,6 @@ DEVICES = [
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@dataclass
-class MemoryWriter:
-    """One object in memory; refuses bytes that are written twice."""
-
-    by_id: Mapping[str, Any]
-    data: bytearray
-    written: bytearray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.written = bytearray(len(self.data))
-
-    def write_region(self, object_id: str, offset: int, data: Any) -> None:
-        raw = bytes(data)
-        assert object_id in self.by_id
-        assert offset + len(raw) <= len(self.data)
-        assert not any(self.written[offset : offset + len(raw)]), "duplicate output coverage"
-        self.data[offset : offset + len(raw)] = raw
-        self.written[offset : offset + len(raw)] = b"\1" * len(raw)
-
-    def write_zeros(self, object_id: str, offset: int, length: int) -> None:
-        self.write_region(object_id, offset, bytes(length))
 
 
 class Harness:
@@ -100,13 +77,9 @@ class Harness:
     @staticmethod
     def payload(method: Method, request: PrepareRequest) -> bytes:
         """The object that the method writes through the documented interface."""
-        target = request.target
-        size = encoded_size(target.layout, target.format, target.shape, target.divisors)
-        item = TensorObject(target.id, target.shape, target.format, target.layout, 0, size, target.divisors)
-        writer = MemoryWriter({target.id: item}, bytearray(size))
-        method(request).produce(TensorOutput(writer, target.id))
-        assert all(writer.written), "coverage is incomplete"
-        return bytes(writer.data)
+        writer = MemoryWriter(request.target)
+        method(request).produce(TensorOutput(writer, request.target.id))
+        return writer.payload()
 
     @staticmethod
     def assembled(rule: Rule, request: PrepareRequest) -> bytes:

@@ -60,9 +60,10 @@ def assemble(planes: Sequence[Plane], pieces: Iterable[torch.Tensor]) -> bytes:
     return bytes(out)
 
 
-def plane_bytes(payload: torch.Tensor, plane: Plane) -> torch.Tensor:
-    """The data of ``plane`` inside the bytes of an object."""
-    return payload[plane.offset : plane.offset + plane.bytes]
+def split(payload: Payload, planes: Sequence[Plane], device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """The bytes of each plane of an object, 1-D uint8 views on ``device``. Raises as :func:`payload_tensor`."""
+    data = payload_tensor(payload, planes[-1].offset + planes[-1].bytes, device)
+    return [data[plane.offset : plane.offset + plane.bytes] for plane in planes]
 
 
 def require(tensor: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int | None]) -> None:

@@ -11,10 +11,9 @@ from ninferbuild.artifact.codecs.buffers import (
     as_bytes,
     assemble,
     decoded_type,
-    payload_tensor,
-    plane_bytes,
     raise_faults,
     require,
+    split,
 )
 from ninferbuild.artifact.formats import NumericFormat
 from ninferbuild.artifact.layouts import row_scale_geometry
@@ -102,8 +101,7 @@ def decode_fp8_row_scaled_words(
         ValueError: illegal shape or words, or a payload of another length.
     """
     geometry = row_scale_geometry(shape)
-    data = payload_tensor(payload, geometry.planes[-1].offset + geometry.planes[-1].bytes, device)
-    codes, scales = (plane_bytes(data, plane) for plane in geometry.planes)
+    codes, scales = split(payload, geometry.planes, device)
     words = codes.reshape(geometry.rows, geometry.columns), scales.clone().view(torch.bfloat16)
     raise_faults(word_faults(*words))
     return words

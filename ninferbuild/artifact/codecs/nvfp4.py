@@ -16,10 +16,9 @@ from ninferbuild.artifact.codecs.buffers import (
     as_bytes,
     assemble,
     decoded_type,
-    payload_tensor,
-    plane_bytes,
     raise_faults,
     require,
+    split,
     to_bytes,
 )
 from ninferbuild.artifact.formats import NumericFormat, decode_e2m1_word, valid_positive_fp32_word
@@ -167,8 +166,7 @@ def decode_nvfp4_words(
         ValueError: illegal shape or words, or a payload of another length.
     """
     geometry = block_scale_geometry(shape, divisors)
-    data = payload_tensor(payload, geometry.planes[-1].offset + geometry.planes[-1].bytes, device)
-    codes, stored, tail = (plane_bytes(data, plane) for plane in geometry.planes)
+    codes, stored, tail = split(payload, geometry.planes, device)
     raise_faults(word_faults(stored))
     words = to_bytes(tail)
     return Nvfp4Words(

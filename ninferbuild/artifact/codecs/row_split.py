@@ -20,10 +20,9 @@ from ninferbuild.artifact.codecs.buffers import (
     as_bytes,
     assemble,
     decoded_type,
-    payload_tensor,
-    plane_bytes,
     raise_faults,
     require,
+    split,
 )
 from ninferbuild.artifact.formats import NumericFormat, QuantFormat, get_format
 from ninferbuild.artifact.layouts import RowSplitGeometry, row_split_geometry
@@ -188,8 +187,7 @@ def decode_row_split_codes(
     """
     record = _record(format)
     geometry = row_split_geometry(record, shape)
-    data = payload_tensor(source, geometry.planes[-1].offset + geometry.planes[-1].bytes, device)
-    planes = [plane_bytes(data, plane) for plane in geometry.planes]
+    planes = split(source, geometry.planes, device)
     scales = planes[-1].clone().view(torch.float16).reshape(geometry.rows, geometry.groups)
     return scales, _unpack(planes, record, geometry)
 
@@ -240,10 +238,9 @@ def _planes_by_row(
 ) -> tuple[RowSplitGeometry, list[torch.Tensor]]:
     record = _record(format)
     geometry = row_split_geometry(record, shape)
-    data = payload_tensor(source, geometry.planes[-1].offset + geometry.planes[-1].bytes)
-    planes = [plane_bytes(data, plane).reshape(geometry.rows, -1) for plane in geometry.planes]
+    planes = [plane.reshape(geometry.rows, -1) for plane in split(source, geometry.planes)]
     if not record.high_bytes:
-        planes.insert(1, data.new_empty((geometry.rows, 0)))
+        planes.insert(1, planes[0].new_empty((geometry.rows, 0)))
     return geometry, planes
 
 
