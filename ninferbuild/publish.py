@@ -175,8 +175,10 @@ def _write_journal(entry: Path, steps: Journal) -> None:
         draft.write(0, json.dumps(msgspec.to_builtins(steps)).encode())
         draft.sync()
         os.replace(draft.path, journal)
-    finally:
+    except BaseException:
         draft.discard()
+        raise
+    draft.close()
     platform_io.sync_directory(entry.parent)
 
 
