@@ -175,7 +175,7 @@ class Cache:
         for key in damaged:
             store.drop_record(key)
         if not peek:
-            store.note_lookups(found)
+            store.lookups.note(found)
         return found
 
     def _complete(self, transaction: Transaction, blocks: Iterable[tuple[bytes, int]]) -> bool:
@@ -228,7 +228,7 @@ class Cache:
         store = self._writable_store
         with store.write_lock, store.index.write() as transaction:
             store_build(transaction, record)
-            store.write_hits(transaction)
+            store.lookups.write(transaction)
 
     # -- writing and reading ---------------------------------------------------------------------------------------
 

@@ -66,4 +66,4 @@ class Lease:
             with store.write_lock, store.index.write() as transaction:
                 for row in written:
                     transaction.delete(LEASES, row)
-                store.write_hits(transaction)
+                store.lookups.write(transaction)

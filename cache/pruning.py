@@ -92,7 +92,7 @@ def prune(
     with store.write_lock:
         store.index.reader_check()
         with suppress(OutOfSpaceError), store.index.write() as transaction:
-            store.write_hits(transaction)
+            store.lookups.write(transaction)
         with store.index.read() as transaction:
             inventory = take_inventory(store, transaction)
         kept = inventory.last_builds(1 if keep_builds is None else keep_builds, is_live)

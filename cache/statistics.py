@@ -115,7 +115,7 @@ def statistics(store: Store, max_size: int | None) -> Statistics:
 
 
 def _number(store: Store, transaction: Transaction, name: str) -> float:
-    return transaction.number(name.encode()) + store.pending_number(name.encode())
+    return transaction.number(name.encode()) + store.lookups.pending(name.encode())
 
 
 def _grouped(inventory: Inventory, field: Literal["method", "format", "made_by"]) -> dict[str, Group]:

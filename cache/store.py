@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -10,14 +9,14 @@ import os
 from pathlib import Path
 import shutil
 import threading
-import time
 
 from ninferbuild.cache import btree
 from ninferbuild.cache import index as tables
 from ninferbuild.cache.environment import STAMP_FILE, examine, set_aside, stamp
-from ninferbuild.cache.index import ACTIONS, LEASES, RECENCY, Index
+from ninferbuild.cache.index import ACTIONS, LEASES, Index
 from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
-from ninferbuild.cache.records import ActionRecord, Recency, StoredBlock, StoredLease
+from ninferbuild.cache.recency import Lookups
+from ninferbuild.cache.records import StoredBlock, StoredLease
 from ninferbuild.cache.salvage import salvage
 from ninferbuild.cache.segments import DROPPED_SUFFIX, Segments
 from ninferbuild.errors import CacheError
@@ -72,8 +71,7 @@ class Store:
         self._number = 0
         self._pending_leases: dict[bytes, tuple[str, float]] = {}
         self.lost: set[bytes] = set()  # keys found damaged that a read-only cache cannot drop
-        self._touched: dict[bytes, tuple[float, int]] = {}  # key → when it was last a hit, hits
-        self._saved: defaultdict[bytes, float] = defaultdict(float)
+        self.lookups = Lookups()
         self._use: FileLock | None = None
         self._session: Session | None = None
         self._missing_segments: set[int] = set()
@@ -224,40 +222,6 @@ class Store:
                 if key[:SESSION_BYTES] not in live:
                     transaction.delete(LEASES, key)
 
-    # -- recency ---------------------------------------------------------------------------------------------------
-
-    def note_lookups(self, found: Iterable[ActionRecord | None]) -> None:
-        """Count hits and misses; they are written with the next transaction that has to happen anyway."""
-        now = time.time()
-        with self.mutex:
-            saved = self._saved
-            for record in found:
-                if record is None:
-                    saved[b"misses"] += 1
-                    continue
-                _, count = self._touched.get(record.key, (0.0, 0))
-                self._touched[record.key] = (now, count + 1)
-                if not count:
-                    saved[b"hits"] += 1
-                    saved[b"saved_bytes"] += record.length
-                    saved[b"saved_seconds"] += record.seconds
-
-    def pending_number(self, name: bytes) -> float:
-        """What is to be added to a counter with the next transaction."""
-        with self.mutex:
-            return self._saved.get(name, 0.0)
-
-    def write_hits(self, transaction: tables.Transaction) -> None:
-        """Write what was remembered. If the transaction fails, so much is lost."""
-        with self.mutex:
-            touched, self._touched = self._touched, {}
-            saved, self._saved = self._saved, defaultdict(float)
-        for key, (used, count) in touched.items():
-            old = transaction.get(RECENCY, key, Recency)
-            transaction.put(RECENCY, key, Recency(used, count + (old.hits if old else 0)))
-        for name, amount in saved.items():
-            transaction.add(name, amount)
-
     # -- protection ------------------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
@@ -350,9 +314,9 @@ class Store:
 
     def close(self) -> None:
         """Write what is pending, close everything, and stamp the environments when nobody else uses them."""
-        if not self.read_only and (self._touched or self._saved):
+        if not self.read_only and self.lookups:
             with suppress(CacheError), self.write_lock, self.index.write() as transaction:
-                self.write_hits(transaction)
+                self.lookups.write(transaction)
         self.close_environments()
         if not self.read_only:
             self._stamp_if_alone()
