@@ -101,7 +101,7 @@ def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
     if request.parameters:
         # What a rule looks up by name enters through its facts; its parameters may hold paths.
         shown = parent.rule.keyed_parameters(request.parameters) if parent.rule is not None else request.parameters
-        lines += [f"parameter.{name}: {canonical(shown[name])}" for name in sorted(shown)]
+        lines += [f"parameter{_parameter(name)}: {canonical(value)}" for name, value in shown.items()]
     slots: list[Slot] = []
     for index, item in enumerate(request.inputs):
         name = f"input.{index:05}"
@@ -118,6 +118,11 @@ def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
             lines.append(f"{name}.input divisor: {_scalar(item.source.input_divisor)}")
     lines += extra
     return Template(tuple(lines), tuple(slots))
+
+
+def _parameter(name: object) -> str:
+    """A parameter's name in its line; names that are no plain text (1, "a\\nb") are told apart from those that are."""
+    return f".{name}" if isinstance(name, str) and name.isprintable() else f" ({canonical(name)})"
 
 
 def _scalar(accessor: Callable[[], bytes] | None) -> str:
