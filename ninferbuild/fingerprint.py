@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ninferbuild.reach import MUTATES, Reach, shown
+from ninferbuild.findings import MUTATES, shown
+from ninferbuild.reach import Reach
 from ninferbuild.reason import Reason
 from ninferbuild.recipe_file import user_code
 from ninferbuild.recording import Recording, digest_dep, watching
@@ -51,8 +52,8 @@ def fingerprint(subject: object) -> Fingerprint:
         reach = Reach()
         text = reach.value(subject, "the function")
         reach.finish()
-    lines = {f"fingerprint {VERSION}", f"subject = {shown(text)}", *reach.lines}
-    return Fingerprint(tuple(sorted(lines)), tuple(reach.reasons.values()), subject)
+    lines = {f"fingerprint {VERSION}", f"subject = {shown(text)}", *reach.findings.lines}
+    return Fingerprint(tuple(sorted(lines)), tuple(reach.findings.reasons.values()), subject)
 
 
 class Fingerprints:

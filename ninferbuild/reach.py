@@ -12,121 +12,56 @@ import sys
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import xxhash
-
 from ninferbuild.bytecode import Reference, attribute_names, code_text, references
 from ninferbuild.captured import ValueText
+from ninferbuild.findings import MUTATES, Findings, text_digest
 from ninferbuild.hazards import (
     HAZARDOUS_ATTRIBUTES,
     HAZARDOUS_BUILTINS,
     PATH_ATTRIBUTES,
     Hazard,
-    package_hazard,
-    standard_library_hazard,
 )
-from ninferbuild.lazy_torch import is_deferred, is_loaded
+from ninferbuild.lazy_torch import is_deferred
 from ninferbuild.lookup import class_kind, exists, origin_by_name, origin_of_module, place_of
 from ninferbuild.origins import Origin, origin_of
-from ninferbuild.own_versions import CAPTURED, instance_text, version_lines
-from ninferbuild.reason import Reason
+from ninferbuild.own_versions import CAPTURED, instance_text
 from ninferbuild.user_classes import class_facts, is_generated
 
-MUTATES = Hazard("it changes while the function runs", "keep the state inside the function, or pass it as an argument")
 NO_SOURCE = Hazard("its source text cannot be read", "define it in a .py file")
 KEEPS_RESULTS = Hazard(
     "it keeps results between calls, so files that it opened earlier cannot be seen",
     "remove the decorator, or compute the value while configuring",
 )
-COMPILED = Hazard("it is compiled code of no installed package", "install its package with pip")
 IMPORT_FAILS = Hazard("it cannot be imported here", "install it, or remove the import")
-
-SHOWN = 160
-"""Characters of a value that a line shows; of a longer one, half of them and a digest."""
 
 
 class Reach:
-    """A queue of functions, classes and modules that are reached, and the facts and reasons found so far.
+    """A queue of functions, classes and modules that are reached.
 
-    A function is visited once. Labels, and so the lines, depend on names and on the order in which names sort, not on
-    where things stand in a file or in memory.
+    A function is visited once. What is found does not depend on where things stand in a file or in memory.
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, None] = {}
-        self.reasons: dict[str, Reason] = {}
-        self._labels: dict[int, str] = {}
-        self._label_counts: dict[str, int] = {}
-        self._alive: list[object] = []  # an id is an identity only as long as its object lives
+        self.findings = Findings()
         self._queue: deque[Callable[[], None]] = deque()
         self._seen: set[tuple[int, str]] = set()  # (id of a namespace, name) of the globals that have a line
         self._text = ValueText(self)
-        self._path_users: dict[tuple[str, str], None] = {}
-        self._knows_paths = False
 
     def value(self, value: object, where: str) -> str:
         """The text of a value; what it refers to is queued. ``where`` names it in a reason."""
         text = self._text.text(value, where)
-        self._knows_paths = self._knows_paths or 'path "' in text
+        if 'path "' in text:
+            self.findings.note_paths()
         return text
 
     def finish(self) -> None:
         """Work until nothing new is reached."""
         while self._queue:
             self._queue.popleft()()
-        if self._knows_paths:
-            for where, attribute in self._path_users:
-                self.refuse(f"{where} (.{attribute})", PATH_ATTRIBUTES[attribute])
-        self.lines.update(dict.fromkeys(_torch_settings()))
+        self.findings.finish()
 
     def refuse(self, where: str, hazard: Hazard) -> str:
-        """Note a reason; the first one about an object is enough."""
-        self.reasons.setdefault(where, Reason(where, hazard.why, hazard.fix))
-        return "uncacheable"
-
-    def _fact(self, name: str, value: str) -> None:
-        self.lines[f"{name} = {shown(value)}"] = None
-
-    def _label(self, thing: object, name: str) -> tuple[str, bool]:
-        """The label of an object and whether it is new; several objects of one name are told apart by numbers."""
-        known = self._labels.get(id(thing))
-        if known is not None:
-            return known, False
-        count = self._label_counts[name] = self._label_counts.get(name, 0) + 1
-        label = self._labels[id(thing)] = name if count == 1 else f"{name}#{count}"
-        self._alive.append(thing)
-        return label, True
-
-    def _namespace(self, namespace: Mapping[str, Any]) -> str:
-        return self._label(namespace, str(namespace.get("__name__", "?")))[0]
-
-    # Whose code it is
-
-    def _note_origin(self, origin: Origin, module: str, where: str) -> None:
-        """The lines about a module that is not a user's."""
-        if origin.kind == "installed":
-            self.lines[f"package {origin.distribution}"] = None
-        elif origin.kind == "own":
-            versions = version_lines(module)
-            if versions is None:
-                self.refuse(where, CAPTURED)
-            self.lines.update(dict.fromkeys(versions or ()))
-        elif origin.kind == "user":
-            self.refuse(where, COMPILED)
-        else:
-            self.lines[f"python {sys.version_info.major}.{sys.version_info.minor}"] = None
-
-    def _note_use(
-        self, origin: Origin, module: str, chain: tuple[str, ...], where: str, reference: Reference | None = None
-    ) -> None:
-        """The lines about what is not a user's, and the reasons when it is known for hidden inputs."""
-        self._note_origin(origin, module, where)
-        self._knows_paths = self._knows_paths or module.partition(".")[0] == "pathlib"
-        if reference is not None and reference.stores:
-            self.refuse(where, MUTATES)
-        check = {"stdlib": standard_library_hazard, "installed": package_hazard}.get(origin.kind)
-        hazard = check(module, chain, reference.call if reference else None) if check is not None else None
-        if hazard is not None:
-            self.refuse(where, hazard)
+        return self.findings.refuse(where, hazard)
 
     def is_user_class(self, kind: type) -> bool:
         return class_kind(kind) == "user"
@@ -139,9 +74,9 @@ class Reach:
         file = function.__code__.co_filename
         origin = origin_of(module, namespace.get("__file__") if file.startswith("<") else file)
         if origin.kind == "own" and not function.__closure__:
-            self._note_origin(origin, module, where)
+            self.findings.note_origin(origin, module, where)
             return f"function {module}.{function.__qualname__}"
-        label, new = self._label(function, f"{self._namespace(namespace)}.{function.__qualname__}")
+        label, new = self.findings.label(function, f"{self.findings.namespace(namespace)}.{function.__qualname__}")
         if new:
             self._queue.append(lambda: self._visit_function(function, label, origin, where))
         return f"function {label}"
@@ -152,20 +87,22 @@ class Reach:
         if origin.kind == "user":
             if not is_generated(function) and not _can_be_read(code.co_filename):
                 self.refuse(_about(label, where), NO_SOURCE)
-            self._fact(f"{label} code", _digest(code_text(code, lambda constant: self.value(constant, label))))
+            self.findings.fact(
+                f"{label} code", text_digest(code_text(code, lambda constant: self.value(constant, label)))
+            )
             self._follow(function, cells, label)
             for name, annotation in sorted(function.__annotations__.items()):
-                self._fact(f"{label} annotation {name}", self._annotation(annotation, label))
+                self.findings.fact(f"{label} annotation {name}", self._annotation(annotation, label))
         else:
             module = str(function.__globals__.get("__name__", "?"))
-            self._note_use(origin, module, tuple(function.__qualname__.split(".")), _about(label, where))
+            self.findings.note_use(origin, module, tuple(function.__qualname__.split(".")), _about(label, where))
         for name, default in _defaults(function).items():
-            self._fact(f"{label} default {name}", self.value(default, f"{label}, default of {name}"))
+            self.findings.fact(f"{label} default {name}", self.value(default, f"{label}, default of {name}"))
         for name, cell in cells.items():
             if origin.kind != "user" or not isinstance(_content(cell), ModuleType):
-                self._fact(f"{label} closure {name}", self._cell(cell, f"{label}, closure variable {name}"))
+                self.findings.fact(f"{label} closure {name}", self._cell(cell, f"{label}, closure variable {name}"))
         for name, value in sorted(vars(function).items()):
-            self._fact(f"{label} attribute {name}", self.value(value, f"{label}, attribute {name}"))
+            self.findings.fact(f"{label} attribute {name}", self.value(value, f"{label}, attribute {name}"))
 
     def _cell(self, cell: CellType, where: str) -> str:
         try:
@@ -186,7 +123,7 @@ class Reach:
             if attribute in HAZARDOUS_ATTRIBUTES:
                 self.refuse(f"{label} (.{attribute})", HAZARDOUS_ATTRIBUTES[attribute])
             if attribute in PATH_ATTRIBUTES:
-                self._path_users[label, attribute] = None
+                self.findings.note_attribute(attribute, label)
         for reference in sorted(references(function.__code__), key=repr):
             if reference.kind == "free":
                 self._free(reference, cells[reference.name], label)
@@ -201,34 +138,34 @@ class Reach:
             self.refuse(where, MUTATES)
         content = _content(cell)
         if isinstance(content, ModuleType):
-            self._fact(f"{label} closure {reference.name}", f"module {content.__name__}")
+            self.findings.fact(f"{label} closure {reference.name}", f"module {content.__name__}")
             self._through(content, reference, where)
         else:
             self._foreign_callable(content, reference, where)
 
     def _global(self, reference: Reference, namespace: Mapping[str, Any], label: str) -> None:
         name = reference.name
-        place = f"{self._namespace(namespace)}.{name}"
+        place = f"{self.findings.namespace(namespace)}.{name}"
         if reference.stores:
             self.refuse(f"{place} (assigned by {label})", MUTATES)
         if name in namespace:
             self._named(namespace, name, namespace[name], reference, f"{place} (used by {label})")
         elif not hasattr(builtins, name):
-            self._fact(f"global {place}", "missing")
+            self.findings.fact(f"global {place}", "missing")
         elif name in HAZARDOUS_BUILTINS:
             self.refuse(f"{name}() in {label}", HAZARDOUS_BUILTINS[name])
 
     def _named(self, namespace: Mapping[str, Any], name: str, value: object, reference: Reference, where: str) -> None:
         """A global of a user's module."""
-        fact = f"global {self._namespace(namespace)}.{name}"
+        fact = f"global {self.findings.namespace(namespace)}.{name}"
         if isinstance(value, ModuleType):
-            self._fact(fact, f"module {value.__name__}")
+            self.findings.fact(fact, f"module {value.__name__}")
             self._through(value, reference, where)
         elif (foreign := self._foreign_callable(value, reference, where)) is not None:
-            self._fact(fact, foreign)
+            self.findings.fact(fact, foreign)
         elif (id(namespace), name) not in self._seen:
             self._seen.add((id(namespace), name))
-            self._fact(fact, self.value(value, where))
+            self.findings.fact(fact, self.value(value, where))
 
     def _foreign_callable(self, value: object, reference: Reference, where: str) -> str | None:
         """A class or function of a package whose use is known: a seeded generator's class may be called."""
@@ -243,7 +180,7 @@ class Reach:
             return None
         if module == "builtins" and name in HAZARDOUS_BUILTINS:
             self.refuse(where, HAZARDOUS_BUILTINS[name])
-        self._note_use(origin, module, tuple(name.split(".")), where, reference)
+        self.findings.note_use(origin, module, tuple(name.split(".")), where, reference)
         return f"{module}.{name}"
 
     # Modules
@@ -257,18 +194,18 @@ class Reach:
         where = f"import {name} in {label}"
         module = self._imported(name, where)
         if isinstance(module, ModuleType):
-            self._fact(f"import {name}", f"module {module.__name__}")
+            self.findings.fact(f"import {name}", f"module {module.__name__}")
             if reference.binds:
                 origin = origin_of_module(module)
                 if origin.kind in ("stdlib", "installed"):
-                    self._note_origin(origin, name, where)
+                    self.findings.note_origin(origin, name, where)
             else:
                 self._through(module, reference, where)
         elif module is not None:
             if reference.binds:
-                self._note_origin(module, name, where)
+                self.findings.note_origin(module, name, where)
             else:
-                self._note_use(module, name, reference.chain, where, reference)
+                self.findings.note_use(module, name, reference.chain, where, reference)
 
     def _imported(self, name: str, where: str) -> ModuleType | Origin | None:
         """The module; its origin when it is a package's and not imported yet; None when it cannot be imported."""
@@ -286,7 +223,7 @@ class Reach:
         try:
             return importlib.import_module(name)
         except Exception:  # whatever a user's module raises while it is imported
-            self._fact(f"import {name}", "missing")
+            self.findings.fact(f"import {name}", "missing")
             self.refuse(where, IMPORT_FAILS)
             return None
 
@@ -294,7 +231,7 @@ class Reach:
         """Follow the attributes taken from a module, as far as they lead through modules whose content counts."""
         origin = origin_of_module(module)
         if origin.kind in ("stdlib", "installed"):
-            self._note_use(origin, module.__name__, reference.chain, where, reference)
+            self.findings.note_use(origin, module.__name__, reference.chain, where, reference)
             self._patched(module, reference.chain, where)
             return
         if not reference.chain:
@@ -316,7 +253,7 @@ class Reach:
                 if isinstance(found, ModuleType):
                     self._named(vars(module), name, found, following, where)
                 return
-            self._fact(f"global {self._namespace(vars(module))}.{name}", "missing")
+            self.findings.fact(f"global {self.findings.namespace(vars(module))}.{name}", "missing")
             return
         self._named(vars(module), name, value, following, where)
 
@@ -334,7 +271,7 @@ class Reach:
             else:
                 kind = class_kind(value if isinstance(value, type) else type(value))
             if kind == "user":
-                self._fact(f"patched {module.__name__}.{name}", self.value(value, where))
+                self.findings.fact(f"patched {module.__name__}.{name}", self.value(value, where))
             return
 
     def of_module(self, module: ModuleType, where: str) -> str:
@@ -343,12 +280,12 @@ class Reach:
         if origin.kind == "own":
             self.refuse(where, CAPTURED)
         if origin.kind != "user":
-            self._note_use(origin, module.__name__, (), where)
+            self.findings.note_use(origin, module.__name__, (), where)
             return f"module {module.__name__}"
-        label = self._namespace(vars(module))
+        label = self.findings.namespace(vars(module))
         if (id(module), "*") not in self._seen:
             self._seen.add((id(module), "*"))
-            self._alive.append(module)
+            self.findings.keep_alive(module)
             self._queue.append(lambda: self._visit_module(module, label))
         return f"module {label}"
 
@@ -366,23 +303,23 @@ class Reach:
         module, name = place
         if module == "builtins" and name in HAZARDOUS_BUILTINS:
             self.refuse(where, HAZARDOUS_BUILTINS[name])
-        self._note_use(origin_by_name(module), module, tuple(name.split(".")), where)
+        self.findings.note_use(origin_by_name(module), module, tuple(name.split(".")), where)
         return f"compiled {module}.{name}"
 
     def of_class(self, kind: type, where: str) -> str:
         origin = origin_by_name(kind.__module__)
         name = f"{kind.__module__}.{kind.__qualname__}"
         if not self.is_user_class(kind):
-            self._note_use(origin, kind.__module__, tuple(kind.__qualname__.split(".")), where)
+            self.findings.note_use(origin, kind.__module__, tuple(kind.__qualname__.split(".")), where)
             return f"class {name}"
-        label, new = self._label(kind, name)
+        label, new = self.findings.label(kind, name)
         if new:
             self._queue.append(lambda: self._visit_class(kind, label))
         return f"class {label}"
 
     def _visit_class(self, kind: type, label: str) -> None:
         for name, value in class_facts(kind):
-            self._fact(f"{label} {name}", self.value(value, f"{label}, {name}"))
+            self.findings.fact(f"{label} {name}", self.value(value, f"{label}, {name}"))
 
     def of_special(self, value: object, where: str) -> str | None:
         if isinstance(value, functools._lru_cache_wrapper):
@@ -396,17 +333,8 @@ class Reach:
         text = instance_text(value, lambda part: self.value(part, where))
         if isinstance(text, Hazard):
             return self.refuse(where, text)
-        self._note_origin(origin, kind.__module__, where)
+        self.findings.note_origin(origin, kind.__module__, where)
         return text
-
-
-def shown(text: str) -> str:
-    """A text as a line shows it: itself, or its beginning, its length and a digest."""
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}… {len(text)} {_digest(text)}"
-
-
-def _digest(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def _about(label: str, where: str) -> str:
@@ -435,16 +363,3 @@ def _can_be_read(file: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _torch_settings() -> list[str]:
-    """Global settings of torch that a recipe changed and that decide what its functions compute."""
-    if not is_loaded():
-        return []
-    torch = importlib.import_module("torch")
-    settings = {
-        "dtype": (torch.get_default_dtype(), torch.float32),
-        "device": (str(torch.get_default_device()), "cpu"),
-        "float32 matmul precision": (torch.get_float32_matmul_precision(), "highest"),
-    }
-    return [f"torch default {name} = {found}" for name, (found, usual) in settings.items() if found != usual]
