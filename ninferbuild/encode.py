@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 4 << 20
 """Source bytes of one chunk on the CPU: small enough to stay in the caches between reading and encoding."""
 
-CUDA_CHUNK_BYTES = 16 << 20
+CUDA_CHUNK_BYTES = 32 << 20
 """Source bytes of one chunk on a GPU: large enough that launching kernels costs little beside the copies."""
 
 LARGE_BYTES = 32 << 20

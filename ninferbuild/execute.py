@@ -212,8 +212,10 @@ class Executor:
         objects = [parent.target.id for parent in action.parents]
 
         def put(offset: int, data: memoryview) -> bytes:
-            staging.write(objects, offset, data)
-            return self.writer.block(data)
+            staged = staging.write(objects, offset, data)
+            digest = self.writer.block(data)
+            staged.result()
+            return digest
 
         return PayloadSink(planes, put, self._delivery)
 

@@ -7,6 +7,7 @@ files as soon as it exists, beside going to the cache; linking afterwards writes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 import threading
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ class Staging:
         self._offsets = {item.id: item.offset for item in layout.directory.objects}
         self._files: list[StagedFile] = []
         self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self.complete: set[str] = set()
         """Ids of the objects whose bytes are all in place."""
         try:
@@ -44,8 +46,14 @@ class Staging:
             self.discard()
             raise
 
-    def write(self, objects: Sequence[str], offset: int, data: memoryview) -> None:
-        """Put bytes at ``offset`` of each object; safe from several threads."""
+    def write(self, objects: Sequence[str], offset: int, data: memoryview) -> Future[None]:
+        """Begin to put bytes at ``offset`` of each object; safe from several threads. ``data`` must not change.
+
+        One thread writes: several writing into one file only wait for each other.
+        """
+        return self._writer.submit(self._write, objects, offset, data)
+
+    def _write(self, objects: Sequence[str], offset: int, data: memoryview) -> None:
         for identifier in objects:
             view = data
             begin = self._offsets[identifier] + offset
@@ -69,7 +77,8 @@ class Staging:
         return files, frozenset(self.complete)
 
     def discard(self) -> None:
-        """Remove the temporaries, unless they were taken."""
+        """End the thread and remove the temporaries, unless they were taken."""
+        self._writer.shutdown()
         for file in self._files:
             file.discard()
         self._files = []

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
+import gc
 import json
+import os
 from pathlib import Path
 import sys
 import time
@@ -114,10 +116,14 @@ def report(path: Path) -> None:
 def main() -> int:
     sys.path[0:1] = [str(ROOT), str(ROOT / "ci")]
     path, kind, *arguments = sys.argv[1:]
+    gc.disable()  # as the `ninferbuild` program does
     code = COMMANDS[kind](arguments)
     report(Path(path))
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # as the `ninferbuild` program does
