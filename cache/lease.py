@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 import time
 from types import TracebackType
 
-from ninferbuild.cache.index import LEASES
+from ninferbuild.cache.index import LEASES, OutOfSpaceError
 from ninferbuild.cache.records import StoredLease, pack_keys
 from ninferbuild.cache.store import Store
 
@@ -39,6 +40,8 @@ class Lease:
     def add(self, keys: Iterable[bytes]) -> None:
         """Protect ``keys`` from now on: one transaction a call, so pass many at once. Add them before looking them up.
 
+        On a full disk only this process sees the protection: what another one prunes is then made again.
+
         Raises:
             CacheError: the lease could not be written.
         """
@@ -47,10 +50,13 @@ class Lease:
         if not new:
             return
         if not store.read_only:
-            with store.write_lock, store.index.write() as transaction:
-                store.write_leases(transaction)
-                lease = StoredLease(store.session, self._target, self._since, pack_keys(new))
-                transaction.put(LEASES, self._new_row(), lease)
+            try:
+                with store.write_lock, store.index.write() as transaction:
+                    store.write_leases(transaction)
+                    lease = StoredLease(store.session, self._target, self._since, pack_keys(new))
+                    transaction.put(LEASES, self._new_row(), lease)
+            except OutOfSpaceError:
+                store.add_pending_lease(self._rows[0], self._target, self._since)
         self._keys.update(new)
         store.hold(new)
 
@@ -63,7 +69,8 @@ class Lease:
         rows, self._rows = self._rows, []
         written = [row for row in rows if not store.remove_pending_lease(row)]
         if written:
-            with store.write_lock, store.index.write() as transaction:
+            # What a full disk does not let go ends with the process.
+            with suppress(OutOfSpaceError), store.write_lock, store.index.write() as transaction:
                 for row in written:
                     transaction.delete(LEASES, row)
                 store.lookups.write(transaction)

@@ -195,7 +195,7 @@ class Writer:
             if not batch:
                 return
             try:
-                self._write(batch)
+                self._write_if_room(batch)
             except BaseException as error:  # handed to whoever calls next
                 with self._changed:
                     self._failure = error
@@ -226,6 +226,14 @@ class Writer:
                     size += len(item.data)
                 batch.append(self._queue.popleft())
             return batch
+
+    def _write_if_room(self, batch: list[_Item]) -> None:
+        """Write the batch. Without room for them memo rows alone are left out: what they say is then read again."""
+        try:
+            self._write(batch)
+        except OutOfSpaceError:
+            if not all(isinstance(item, _Memo) for item in batch):
+                raise
 
     def _write(self, batch: list[_Item]) -> None:
         store = self._store

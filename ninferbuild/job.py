@@ -15,13 +15,13 @@ from ninferbuild import link as linker
 from ninferbuild import platform_io
 from ninferbuild.action_graph import action_graph
 from ninferbuild.artifact.layouts import encoded_size
-from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, Writer
+from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, OutOfSpaceError, Writer
 from ninferbuild.errors import ActionsFailedError, CacheError, PayloadLostError
 from ninferbuild.history import Explainer, Explanation, parents_table, text_lines
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.progress import Progress, action_line
 from ninferbuild.publish import replace_file
-from ninferbuild.report import encode_report, make_report, report_path
+from ninferbuild.report import encode_report, is_report, make_report, report_path
 from ninferbuild.resolve import Action
 from ninferbuild.session import Session
 from ninferbuild.staging import Staging
@@ -311,18 +311,18 @@ class Job:
             contents, records = self._contents or self.session.contents(), self.records()
             digests = linker.payload_digests(contents, records)
             layout = self._lay_out(contents, digests)
-        last = next(iter(self.cache.builds(target.identity, limit=1)), None)
+        last = next((build for build in self.cache.builds(target.identity) if build.files), None)
         published = last.files if last is not None else ()
         if linker.up_to_date(layout, target.out, published, digests) and (
             self.gate is None or self.gate.holds(layout.paths(target.out))
         ):
-            if not report_path(target.out).exists():
+            if not is_report(report_path(target.out), artifact_id=layout.artifact_id.hex()):
                 self._write_report(contents, records, layout)
             self.record(layout, records)
             return self.result(layout, True)
         report = encode_report(self._report(contents, records, layout))
         accept = self.gate.accept if self.gate is not None else None
-        linker.write(
+        written = linker.write(
             layout,
             contents,
             records,
@@ -332,7 +332,13 @@ class Job:
             overwrite=overwrite,
             accept=accept,
             staging=self._staging,
+            previous=last,
         )
+        if written.refused:
+            self.progress.note(
+                f"{written.refused} blocks of the previous artifact are not what it was published with; they were not "
+                "used again"
+            )
         self.record(layout, records)
         return self.result(layout, False)
 
@@ -384,17 +390,19 @@ class Job:
         files = linker.stats_of(layout.paths(self.target.out)) if layout is not None else ()
         if self.cache.read_only:
             return
-        self.cache.record_build(
-            BuildRecord(
-                target=self.target.identity,
-                keys=tuple(record.key for record in (records or self.records())),
-                artifact_id=layout.artifact_id.hex() if layout is not None else "",
-                time=time.time(),
-                out=os.path.realpath(self.target.out) if layout is not None else "",
-                files=files,
-                extra=parents_table(self.session.planned.parents),
-            )
+        build = BuildRecord(
+            target=self.target.identity,
+            keys=tuple(record.key for record in (records or self.records())),
+            artifact_id=layout.artifact_id.hex() if layout is not None else "",
+            time=time.time(),
+            out=os.path.realpath(self.target.out) if layout is not None else "",
+            files=files,
+            extra=parents_table(self.session.planned.parents),
         )
+        try:
+            self.cache.record_build(build)
+        except OutOfSpaceError as error:
+            self.progress.note(f"this build is done but not remembered: {error}")
 
     def result(self, layout: linker.Layout | None, up_to_date: bool) -> BuildResult:
         total = len(self.session.planned.parents)

@@ -41,14 +41,16 @@ class _Report(msgspec.Struct):
     """What tells a report of ours; other members are skipped."""
 
     provenance: _Provenance
+    artifact_id: str = ""
 
 
-def is_report(path: Path) -> bool:
-    """Whether the file at ``path`` is a report that ninferbuild wrote."""
+def is_report(path: Path, *, artifact_id: str | None = None) -> bool:
+    """Whether the file at ``path`` is a report that ninferbuild wrote; of this artifact, if one is given."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Report).provenance.converter == CONVERTER
+        report = msgspec.json.decode(path.read_bytes(), type=_Report)
     except (OSError, msgspec.MsgspecError):
         return False
+    return report.provenance.converter == CONVERTER and artifact_id in (None, report.artifact_id)
 
 
 def make_report(

@@ -14,7 +14,7 @@ from pathlib import Path
 import signal
 from typing import Any
 
-from fixtures.crash_bench import ACTIONS, ENTRY, REPORT, Bench, Scene, scene
+from fixtures.crash_bench import ACTIONS, ENTRY, FOUR_STORED, REPORT, SMALL_SEGMENTS, Bench, Scene, scene
 from fixtures.crash_points import Point
 from fixtures.processes import serving
 import pytest
@@ -64,11 +64,6 @@ PUBLICATIONS = {
 """While one is replaced by the other, a process stops at every system call of the publication in turn."""
 
 STOPS = ("killed", "refused by the disk", "interrupted")
-
-FOUR_STORED = Point("ninferbuild.execute:Executor.run", "go_on", call=5, settle=True)
-"""Four actions are on the disk before the fifth begins, whatever the machine's speed."""
-
-SMALL_SEGMENTS = Point("ninferbuild.cache.api:Limits", "small_segments", arg=100_000)
 
 
 @pytest.fixture(scope="module")
