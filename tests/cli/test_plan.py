@@ -44,7 +44,7 @@ def test_targets(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> 
     ran = run("plan", "b", "a", "--hash", "--rehash", "--device", "cuda:7", "--json")
     assert [json.loads(line) for line in ran.out.splitlines()] == [{"target": "b"}, {"target": "a"}]
     assert [(target.name, target.device) for target, _ in planned] == [("b", "cuda:7"), ("a", "cuda:7")]
-    assert planned[0][1] == {"hash_sources": True, "device": None, "rehash": True}
+    assert planned[0][1] == {"hash_sources": True, "device": None, "rehash": True, "explain": False}
 
 
 def test_options_of_convert(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> None:
@@ -67,7 +67,7 @@ def test_missing_options(project: Path, run: Any, planned: list[tuple[Target, An
 
 def test_dry_run(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> None:
     assert run("build", "a", "--dry-run", "--json", "--device", "cpu", "--rehash").out == '{"target": "a"}\n'
-    assert planned[0][1] == {"hash_sources": False, "device": "cpu", "rehash": True}
+    assert planned[0][1] == {"hash_sources": False, "device": "cpu", "rehash": True, "explain": False}
 
 
 def test_params(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> None:
