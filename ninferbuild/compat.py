@@ -266,8 +266,3 @@ def active() -> Iterator[None]:
                 sys.meta_path.remove(_finder)
                 _take_modules()
                 _put_back()
-
-
-def is_view(module: ModuleType) -> bool:
-    """Whether ``module`` is one of the views defined here."""
-    return isinstance(module, _View)

@@ -102,9 +102,7 @@ def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "")
     parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=True))
     # What is known already is refused now rather than after hours of encoding.
     merge_auxiliaries(recipe, (parent.checked.auxiliaries for parent in parents if parent.checked is not None))
-    return PlannedRecipe(
-        recipe, parents, bindings_of(recipe, ((parent.target, parent.fragments) for parent in parents))
-    )
+    return _planned(recipe, parents)
 
 
 def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
@@ -130,9 +128,7 @@ def prepare(recipe: Recipe, *, device: str, rows_per_chunk: int) -> PreparedReci
     """What :meth:`Recipe.prepare` does: the same plan, with every method called through its public interface."""
     parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=False))
     prepared = [prepare_user_method(parent, device) for parent in parents]
-    planned = PlannedRecipe(
-        recipe, parents, bindings_of(recipe, ((parent.target, parent.fragments) for parent in parents))
-    )
+    planned = _planned(recipe, parents)
     uses, auxiliaries = planned.uses([item.auxiliaries for item in prepared])
     weights = tuple(
         WeightJob(parent.target, job, parent.names, parent.labels, parent.method_name, dict(parent.request.parameters))

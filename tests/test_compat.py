@@ -229,7 +229,7 @@ def test_a_real_tools_keeps_all_but_our_two_packages(
         namespace: dict[str, object] = {}
         exec("from tools.convert.methods import METHODS\nfrom tools import convert\nimport tools", namespace)
         assert namespace["METHODS"] is importlib.import_module("ninferbuild.rules").METHODS
-        assert compat.is_view(namespace["convert"])  # type: ignore[arg-type]
+        assert isinstance(namespace["convert"], compat._View)
         if kind != "namespace":
             assert namespace["tools"].MINE == 1  # type: ignore[attr-defined]
         if kind != "file":

@@ -205,8 +205,7 @@ def small_set(directory: Path) -> Path:
             st.sampled_from(["f.ninfer", "f.ninfer.part-0001"]),
             st.sampled_from(["overwrite", "insert", "delete"]),
             st.integers(0, 420),
-            st.binary(min_size=1, max_size=6)
-            | st.sampled_from([b"{", b"}", b"[[[[", b'"', b"1e999", b"-0", b"\\ud800"]),
+            st.binary(min_size=1, max_size=6) | st.sampled_from(TOKENS),
         ),
         min_size=1,
         max_size=4,
