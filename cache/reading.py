@@ -51,8 +51,11 @@ class View:
         self._stack.callback(lock.close)
         lock.shared()
 
-    def blocks(self, record: ActionRecord) -> Iterator[memoryview]:
+    def blocks(self, record: ActionRecord, begin: int = 0, end: int | None = None) -> Iterator[memoryview]:
         """The payload in pieces, in order. A piece is valid until the next one is asked for or the view closes.
+
+        Args:
+            begin, end: only blocks ``[begin, end)`` of the record; all of them unless said otherwise.
 
         Raises:
             PayloadLostError: a block is missing or differs from its digest. It has been dropped, with the record.
@@ -60,7 +63,7 @@ class View:
         if not self._holds_unleased and record.key not in self._store.leased:
             self._hold("readers-unleased")
             self._holds_unleased = True
-        for digest, length in record.blocks:
+        for digest, length in record.blocks[begin:end]:
             self._current = self._read(record.key, digest, length)
             yield self._current
             self._let_go()

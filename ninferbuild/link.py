@@ -27,14 +27,17 @@ from ninferbuild.artifact.schema import (
     plan_objects,
 )
 from ninferbuild.artifact.sizing import divide
+from ninferbuild.cloning import Cloned, Wanted, clone_unchanged
 from ninferbuild.digest import combine, digest_of
 from ninferbuild.errors import NinferbuildError
+from ninferbuild.payload import PayloadWriter, Placed
 from ninferbuild.publish import StagedFile, publish
 from ninferbuild.report import CONVERTER, is_report, report_path
+from ninferbuild.writeback import WriteBehind, stays_cached
 
 if TYPE_CHECKING:
     from ninferbuild.auxiliaries import AuxiliaryObject
-    from ninferbuild.cache import ActionRecord, Cache
+    from ninferbuild.cache import ActionRecord, BuildRecord, Cache
     from ninferbuild.staging import Staging
 
 FREE_SPACE_MARGIN = 16 << 20
@@ -265,6 +268,19 @@ def payload_digests(contents: Contents, records: Sequence[ActionRecord]) -> list
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How the payloads of a published artifact got there.
+
+    Attributes:
+        cloned: payloads shared with the previous artifact.
+        refused: blocks of the previous artifact that were not what it was published with, and were not used.
+    """
+
+    cloned: int
+    refused: int
+
+
 def write(
     layout: Layout,
     contents: Contents,
@@ -276,7 +292,8 @@ def write(
     overwrite: bool,
     accept: Callable[[Sequence[Path], Sequence[Path]], None] | None = None,
     staging: Staging | None = None,
-) -> None:
+    previous: BuildRecord | None = None,
+) -> Written:
     """Write and publish the file set.
 
     Args:
@@ -285,6 +302,7 @@ def write(
         report: the conversion report, published beside the entry.
         accept: called with the complete temporaries and the names they are about to get; when it raises, nothing is
             published.
+        previous: a build whose artifact may have the same payloads; they are cloned where the file system can.
 
     Raises:
         FileExistsError: a foreign file is in the way.
@@ -298,6 +316,8 @@ def write(
     entry.parent.mkdir(parents=True, exist_ok=True)
     taken = staging.take(layout, entry) if staging is not None else None
     staged, complete = taken if taken is not None else ([], frozenset())
+    reuse = staging.behind if staging is not None and taken is not None else None
+    behind = reuse or WriteBehind(keep=stays_cached(sum(lengths)))
     staged_report: StagedFile | None = None
     try:
         if taken is None:
@@ -307,11 +327,13 @@ def write(
             staged_report.write(0, report)
         if taken is None:
             staged.extend(StagedFile(path, length) for path, length in zip(paths, lengths, strict=True))
+        cloned = _clone(layout, contents, records, staged, complete, previous)
         _write_framing(layout, staged)
-        _write_payload(layout, contents, records, cache, staged, complete)
+        refused = _write_payload(layout, contents, records, cache, staged, complete, cloned, behind)
         if accept is not None:
             accept([file.path for file in staged], paths)
         publish(staged, staged_report, lambda: surplus_of(paths, overwrite=overwrite))
+        return Written(len(cloned.whole), refused)
     finally:
         for file in (*staged, *([staged_report] if staged_report is not None else [])):
             file.discard()
@@ -349,6 +371,26 @@ def _write_framing(layout: Layout, staged: Sequence[StagedFile]) -> None:
         file.write(0, HEADER.pack(PART_MAGIC, index, layout.artifact_id))
 
 
+def _clone(
+    layout: Layout,
+    contents: Contents,
+    records: Sequence[ActionRecord],
+    staged: Sequence[StagedFile],
+    complete: frozenset[str],
+    previous: BuildRecord | None,
+) -> Cloned:
+    first = len(contents.resources)
+    items = layout.directory.objects[first : first + len(records)]
+    wanted = [
+        (index, Wanted(item.id, record.key, item.offset, item.bytes))
+        for index, (item, record) in enumerate(zip(items, records, strict=True), first)
+        if item.id not in complete
+    ]
+    if previous is None or not wanted:
+        return Cloned()
+    return clone_unchanged(previous, wanted, SegmentMap(layout.directory.files, layout.payload_offset), staged)
+
+
 def _write_payload(
     layout: Layout,
     contents: Contents,
@@ -356,26 +398,27 @@ def _write_payload(
     cache: Cache,
     staged: Sequence[StagedFile],
     complete: frozenset[str],
-) -> None:
+    cloned: Cloned,
+    behind: WriteBehind,
+) -> int:
+    """Put every object that is not ``complete`` in its place; how many of the cloned blocks were not as expected."""
     segments = SegmentMap(layout.directory.files, layout.payload_offset)
-
-    def put(offset: int, data: memoryview | bytes) -> None:
-        view = memoryview(data)
-        for span in segments.spans(offset, offset + len(view)):
-            staged[span.file].write(span.position, view[: span.length])
-            view = view[span.length :]
-
-    objects = iter(layout.directory.objects)
-    for data in contents.resources.values():
-        put(next(objects).offset, data)
-    with cache.reading() as view:
-        for record in records:
-            item = next(objects)
-            if item.id in complete:
-                continue
-            offset = item.offset
-            for block in view.blocks(record):
-                put(offset, block)
-                offset += len(block)
-    for auxiliary in contents.auxiliaries:
-        put(next(objects).offset, auxiliary.data)
+    writer = PayloadWriter(segments, staged, behind)
+    objects = layout.directory.objects
+    first, last = len(contents.resources), len(contents.resources) + len(records)
+    for item, data in zip(objects[:first], contents.resources.values(), strict=True):
+        writer.put(item.offset, data)
+    ends = [*(item.offset for item in objects[first + 1 : last + 1]), segments.payload_bytes]
+    writer.write(
+        (
+            Placed(record, item.offset, item.id in cloned.whole, padding if item.id in cloned.touched else 0)
+            for item, record, end in zip(objects[first:last], records, ends, strict=False)
+            for padding in [end - item.offset - item.bytes]
+            if item.id not in complete
+        ),
+        cache,
+    )
+    for item, auxiliary in zip(objects[last:], contents.auxiliaries, strict=True):
+        writer.put(item.offset, auxiliary.data)
+    behind.finish()
+    return writer.refused

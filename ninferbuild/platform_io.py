@@ -2,15 +2,22 @@
 
 Reading: :func:`open_for_reading`, :func:`read_into` and the advice functions. Files are read at explicit offsets into
 buffers of the caller and never memory-mapped, so a file that shrinks is an error and not a signal.
+
+Writing: :func:`start_writeback` and :func:`finish_writeback` send bytes to the disk before a sync asks for them, and
+:func:`clone_range` lets two files share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+import errno
+import functools
 import os
 from pathlib import Path
 import signal
+import struct
+import sys
 import threading
 
 ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -61,6 +68,11 @@ def advise_needed(descriptor: int, offset: int, length: int) -> None:
     _advise(descriptor, offset, length, "POSIX_FADV_WILLNEED")
 
 
+def advise_unneeded(descriptor: int, offset: int, length: int) -> None:
+    """Let the kernel forget pages of a file, except those that are not on the disk yet or in use."""
+    _advise(descriptor, offset, length, "POSIX_FADV_DONTNEED")
+
+
 def _advise(descriptor: int, offset: int, length: int, advice: str) -> None:
     value = getattr(os, advice, None)
     if value is None or not hasattr(os, "posix_fadvise"):
@@ -69,6 +81,69 @@ def _advise(descriptor: int, offset: int, length: int, advice: str) -> None:
         os.posix_fadvise(descriptor, offset, length, value)
     except OSError:  # advice only: pipes and some FUSE file systems refuse it
         return
+
+
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # SYNC_FILE_RANGE_*
+
+
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Have the kernel begin to write ``length`` bytes at ``offset`` to the disk, where it can be told.
+
+    Raises:
+        OSError: what was written before could not be stored.
+    """
+    _sync_file_range(descriptor, offset, length, _WRITE)
+
+
+def finish_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Wait until ``length`` bytes at ``offset`` have left memory for the disk; elsewhere than on Linux, all bytes.
+
+    Less than a sync: neither the file's length nor the disk's own cache is looked after.
+
+    Raises:
+        OSError: the bytes could not be stored.
+    """
+    if not _sync_file_range(descriptor, offset, length, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
+        (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+
+
+def _sync_file_range(descriptor: int, offset: int, length: int, flags: int) -> bool:
+    """False where there is no such call."""
+    import ctypes
+
+    call = _sync_file_range_call()
+    if call is None:
+        return False
+    while call(descriptor, offset, length, flags):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP):
+            return False
+        if code != errno.EINTR:
+            # The kernel tells a descriptor once of an error of write-back: the sync at the end may not hear of it.
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+@functools.cache
+def _sync_file_range_call() -> Callable[[int, int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
+
+
+def memory_bytes() -> int | None:
+    """Bytes of physical memory; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def sync_directory(directory: str | Path) -> None:
@@ -138,7 +213,25 @@ except ImportError:  # Windows: an open file cannot be removed there, which tell
         """Whether nobody holds a lock on the file."""
         return True
 
+    def clone_range(source: int, source_offset: int, length: int, target: int, offset: int) -> None:
+        """Raises ``OSError``: files share nothing here."""
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
 else:
+    _FICLONERANGE = getattr(fcntl, "FICLONERANGE", 0x4020940D)
+    _CLONE_RANGE = struct.Struct("=qQQQ")  # struct file_clone_range
+
+    def clone_range(source: int, source_offset: int, length: int, target: int, offset: int) -> None:
+        """Let ``target`` share bytes of ``source`` until either is written to (XFS, btrfs).
+
+        Offsets and length are multiples of the file system's block; both files lie on it.
+
+        Raises:
+            OSError: the file system cannot, or not these ranges.
+        """
+        if sys.platform != "linux":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        fcntl.ioctl(target, _FICLONERANGE, _CLONE_RANGE.pack(source, source_offset, length, offset))
 
     def lock_exclusive(descriptor: int, *, wait: bool = False) -> None:
         """Hold a lock on an open file until it is closed."""

@@ -69,7 +69,7 @@ class StagedFile:
             raise ValueError(f"{self.path} is closed")
         return self._descriptor
 
-    def write(self, position: int, data: memoryview | bytes) -> None:
+    def write(self, position: int, data: memoryview | bytes | bytearray) -> None:
         """Write all of ``data`` at ``position``."""
         view = memoryview(data)
         with _naming(self.target):
@@ -77,6 +77,16 @@ class StagedFile:
                 count = os.pwrite(self.descriptor, view, position)
                 position += count
                 view = view[count:]
+
+    def start_writeback(self, position: int, length: int) -> None:
+        """Have the system begin to store ``length`` bytes at ``position``."""
+        with _naming(self.target):
+            platform_io.start_writeback(self.descriptor, position, length)
+
+    def finish_writeback(self, position: int, length: int) -> None:
+        """Wait for what :meth:`start_writeback` began; :meth:`sync` is still needed."""
+        with _naming(self.target):
+            platform_io.finish_writeback(self.descriptor, position, length)
 
     def sync(self) -> None:
         """Wait until the bytes are on the disk."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ninferbuild.artifact.framing import SegmentMap
 from ninferbuild.publish import StagedFile
+from ninferbuild.writeback import WriteBehind, stays_cached
 
 if TYPE_CHECKING:
     from ninferbuild.link import Layout
@@ -35,6 +36,8 @@ class Staging:
         self._segments = SegmentMap(layout.directory.files, layout.payload_offset)
         self._offsets = {item.id: item.offset for item in layout.directory.objects}
         self._files: list[StagedFile] = []
+        self.behind = WriteBehind(keep=stays_cached(sum(layout.lengths())))
+        """Sends what is written to the disk."""
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self.complete: set[str] = set()
@@ -59,6 +62,7 @@ class Staging:
             begin = self._offsets[identifier] + offset
             for span in self._segments.spans(begin, begin + len(data)):
                 self._files[span.file].write(span.position, view[: span.length])
+                self.behind.wrote(self._files[span.file], span.position, span.length)
                 view = view[span.length :]
 
     def mark(self, objects: Sequence[str]) -> None:
