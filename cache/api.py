@@ -113,11 +113,13 @@ class Cache:
         """Close the handle; the last one of the process closes the cache. Closing twice is harmless."""
         store, self._store = self._store, None
         if store is not None:
-            if store.after_crash and not self.read_only:
-                store.after_crash = False
-                with suppress(CacheError):  # blocks that a killed build left behind and this one did not use
-                    pruning.prune(store)
-            stores.release(store)
+            try:
+                if store.after_crash and not self.read_only:
+                    store.after_crash = False
+                    with suppress(CacheError):  # blocks that a killed build left behind and this one did not use
+                        pruning.prune(store)
+            finally:
+                stores.release(store)
 
     @property
     def _open_store(self) -> stores.Store:

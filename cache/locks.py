@@ -126,15 +126,17 @@ class Session:
             with suppress(OSError):  # on a full disk it stays nameless
                 temporary.write_text(_describe_process())
             temporary.rename(self._path)  # it appears locked, or not at all
-        except OSError:
+        except BaseException:
             self._lock.close()
             temporary.unlink(missing_ok=True)
             raise
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-        self._lock.close()
+        try:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        finally:
+            self._lock.close()
 
 
 def live_sessions(folder: Path) -> dict[bytes, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 import os
 from pathlib import Path
@@ -81,7 +81,10 @@ class Store:
         try:
             self._open()
         except BaseException:
-            self._release()
+            try:
+                self.close_environments()
+            finally:
+                self._release()
             raise
 
     # -- paths -----------------------------------------------------------------------------------------------------
@@ -305,22 +308,28 @@ class Store:
     # -- closing ---------------------------------------------------------------------------------------------------
 
     def close_environments(self) -> None:
-        self.segments.close()
-        self.index.close()
+        for name in ("segments", "index"):  # opening may have failed before one of them was there
+            environment: Segments | Index | None = getattr(self, name, None)
+            if environment is not None:
+                environment.close()
 
     def reopen_environments(self) -> None:
         """Open again what :meth:`close_environments` closed. The caller holds the cache exclusively."""
         self._open_environments()
 
     def close(self) -> None:
-        """Write what is pending, close everything, and stamp the environments when nobody else uses them."""
-        if not self.read_only and self.lookups:
-            with suppress(CacheError), self.write_lock, self.index.write() as transaction:
-                self.lookups.write(transaction)
-        self.close_environments()
-        if not self.read_only:
-            self._stamp_if_alone()
-        self._release()
+        """Write what is pending, close everything, and stamp the environments when nobody else uses them.
+
+        Whatever interrupts it, the locks are given back: this process may go on and open the cache again.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            if not self.read_only:
+                stack.callback(self._stamp_if_alone)
+            stack.callback(self.close_environments)
+            if not self.read_only and self.lookups:
+                with suppress(CacheError), self.write_lock, self.index.write() as transaction:
+                    self.lookups.write(transaction)
 
     def _stamp_if_alone(self) -> None:
         assert self._use is not None

@@ -1,0 +1,50 @@
+"""A cache whose closing or opening is interrupted can be opened again by the same process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ninferbuild.cache import Cache, pruning, store
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(store, "stamp"), (store.Store, "_stamp_if_alone"), (store.Index, "write")]
+)
+def test_interrupted_while_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+    cache = Cache.open(tmp_path)
+    cache.find(b"k" * 16, "a miss, which closing writes down")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(owner, name, interrupt)
+        cache.close()
+    with Cache.open(tmp_path) as again:  # waits for ever where a lock was kept
+        assert again.stats().actions == 0
+
+
+def test_interrupted_while_tidying_up_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Cache.open(tmp_path).close()
+    (tmp_path / "sessions" / ("00" * 8)).touch()
+    cache = Cache.open(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pruning, "prune", interrupt)
+        cache.close()
+    with Cache.open(tmp_path) as again:
+        assert again.compact().obstacles == ()
+
+
+@pytest.mark.parametrize("name", ["_open_environments", "_tidy", "_drop_dead_leases"])
+def test_interrupted_while_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    Cache.open(tmp_path).close()
+    (tmp_path / "sessions" / ("00" * 8)).touch()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(store.Store, name, interrupt)
+        Cache.open(tmp_path)
+    with Cache.open(tmp_path) as again:
+        assert again.compact().obstacles == ()
+    assert os.listdir(tmp_path / "sessions") == []
