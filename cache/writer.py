@@ -19,6 +19,7 @@ from types import TracebackType
 import xxhash
 
 from ninferbuild.cache import filesystem
+from ninferbuild.cache.environment import OutOfSpaceError
 from ninferbuild.cache.index import (
     ACTIONS,
     ACTIVE_SEGMENT,
@@ -28,7 +29,6 @@ from ninferbuild.cache.index import (
     MANIFESTS,
     NUMBERS,
     PROBES,
-    OutOfSpaceError,
     Transaction,
 )
 from ninferbuild.cache.pruning import make_room
@@ -165,10 +165,11 @@ class Writer:
         self._pool.shutdown()
 
     def _raise_failure(self) -> None:
-        if isinstance(self._failure, OutOfSpaceError):
-            raise OutOfSpaceError(str(self._failure)) from self._failure
-        if self._failure is not None:
-            raise CacheError(str(self._failure)) from self._failure
+        failure = self._failure
+        if isinstance(failure, CacheError):
+            raise type(failure)(str(failure)) from failure
+        if failure is not None:
+            raise CacheError(str(failure)) from failure
 
     def _append(self, item: _Item, size: int) -> None:
         with self._changed:
@@ -244,6 +245,8 @@ class Writer:
             size = sum(len(data) for data in missing.values())
             if self._max_size is not None and size:
                 make_room(store, size, self._max_size)
+                missing = self._missing(given)  # what was there may have gone with the actions that made room
+                size = sum(len(data) for data in missing.values())
             self._require_space(size)
             stored = self._store_blocks(missing)
             with store.index.write() as transaction:
