@@ -20,9 +20,10 @@ def interrupt(*_: object, **__: object) -> None:
 def test_interrupted_while_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
     cache = Cache.open(tmp_path)
     cache.find(b"k" * 16, "a miss, which closing writes down")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(owner, name, interrupt)
-        cache.close()
+        with pytest.raises(KeyboardInterrupt):
+            cache.close()
     with Cache.open(tmp_path) as again:  # waits for ever where a lock was kept
         assert again.stats().actions == 0
 
@@ -31,9 +32,10 @@ def test_interrupted_while_tidying_up_after_a_crash(tmp_path: Path, monkeypatch:
     Cache.open(tmp_path).close()
     (tmp_path / "sessions" / ("00" * 8)).touch()
     cache = Cache.open(tmp_path)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(pruning, "prune", interrupt)
-        cache.close()
+        with pytest.raises(KeyboardInterrupt):
+            cache.close()
     with Cache.open(tmp_path) as again:
         assert again.compact().obstacles == ()
 
@@ -42,9 +44,10 @@ def test_interrupted_while_tidying_up_after_a_crash(tmp_path: Path, monkeypatch:
 def test_interrupted_while_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     Cache.open(tmp_path).close()
     (tmp_path / "sessions" / ("00" * 8)).touch()
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(store.Store, name, interrupt)
-        Cache.open(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            Cache.open(tmp_path)
     with Cache.open(tmp_path) as again:
         assert again.compact().obstacles == ()
     assert os.listdir(tmp_path / "sessions") == []
