@@ -32,7 +32,7 @@ _TRUSTED = frozenset({"numpy", "torch", "triton", OWN_PACKAGE, *COMPATIBILITY_PA
 _SOURCE_READERS = ("linecache", "tokenize", "traceback", "importlib", "zipimport")
 """Modules that read the text of code, to import it or to show it in a message."""
 
-_PSEUDO = ("/dev/", "/proc/", "/sys/")
+_PSEUDO = ("/proc/", "/sys/")  # and devices; regular files lie below /dev/ too, in /dev/shm
 
 Signature = tuple[int, int, int, int] | None
 """(inode, size, mtime_ns, ctime_ns) of a file when it was opened; None: it did not exist."""
@@ -135,7 +135,8 @@ def _note_open(recording: Recording, event: str, arguments: tuple[Any, ...]) -> 
     text = os.fsdecode(path)
     if _user(sys._getframe(2), reading_source=True) is None:
         return
-    if os.path.abspath(text).startswith(_PSEUDO):
+    absolute = os.path.abspath(text)
+    if absolute.startswith(_PSEUDO) or (absolute.startswith("/dev/") and not os.path.isfile(absolute)):
         if text != os.devnull:
             recording.refuse(text, Hazard("it is no file but a view of this machine", "read a regular file"))
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 
@@ -197,6 +198,13 @@ HAZARDS: dict[str, tuple[Callable[[], object], str]] = {
     "pseudo file": (lambda: Path("/proc/self/status").read_bytes(), "this machine"),
     "entropy": (lambda: Path("/dev/urandom").open("rb").close(), "this machine"),
 }
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="has no files below /dev")
+def test_a_regular_file_in_shared_memory_is_a_file_like_any_other() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        found = recorded(lambda: read_python(Path(file.name)))
+        assert (found.paths, found.reasons) == ((file.name,), ())
 
 
 @pytest.mark.parametrize("case", sorted(HAZARDS))
