@@ -209,12 +209,14 @@ def watching(accounted: Collection[object] = ()) -> Iterator[Recording]:
         yield found
     finally:
         _thread.recording = None
-        after = _random_states()
-        for name in sorted(after):
-            if after[name] != generators.get(name):
-                found.refuse(f"the global random numbers of {name}", RANDOM)
-        found.close()
-        _thread.recording = before
+        try:
+            after = _random_states()
+            for name in sorted(after):
+                if after[name] != generators.get(name):
+                    found.refuse(f"the global random numbers of {name}", RANDOM)
+            found.close()
+        finally:
+            _thread.recording = before
 
 
 def _random_states(*, load: bool = False) -> dict[str, object]:

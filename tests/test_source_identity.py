@@ -194,55 +194,72 @@ def touch(path: Path) -> None:
     os.utime(path)
 
 
-def when_read(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], tensor: str) -> None:
-    """Let ``change`` happen in the middle of the first reading of a tensor's bytes after planning."""
+def when_read(bench: Bench, patch: pytest.MonkeyPatch, change: Callable[[Path], None], time_of_many: int) -> None:
+    """Let ``change`` happen in the middle of one of several readings of the tensor of ``mlp/down``."""
+    path = bench.path("model") / "model.safetensors"
+    raw = path.read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    begin, end = (header + offset for offset in json.loads(raw[8:header])[breakable.DOWN]["data_offsets"])
     read_into = CheckpointFile.read_into
-    done: list[Path] = []
+    readings: list[int] = []
 
     def interrupted(file: CheckpointFile, offset: int, buffer: memoryview) -> None:
         read_into(file, offset, buffer)
-        if not done and file.path.suffix == ".safetensors" and len(buffer) >= size:
-            done.append(file.path)
-            change(file.path)
+        if offset == begin and len(buffer) == end - begin:  # not the samples of a probe
+            readings.append(len(buffer))
+            if len(readings) == time_of_many:
+                change(path)
 
-    size = {"matrix": 32768, "any": 1}[tensor]
-    monkeypatch.setattr(CheckpointFile, "read_into", interrupted)
+    patch.setattr(CheckpointFile, "read_into", interrupted)
 
 
 CHANGES = [rewrite, replaced, truncate, touch]
 
+BUILT_IN = """
+def configure(model, recipe, sources):
+    recipe.assign("text/layers/0/mlp/down", format="q6_g64_fp16", method="grouped_absmax")
+"""
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("override", [None, "method"])
-def test_a_source_modified_while_it_is_encoded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], override: str | None
-) -> None:
-    """The action fails, whether a built-in method or one of the recipe reads; what finished is right and kept."""
-    if override:
-        bench.write("recipe.py", ONE_METHOD)
-    bench.settle()
-    with monkeypatch.context() as patch:
-        when_read(patch, change, "matrix")
-        bench.options["jobs"] = 1
-        with pytest.raises((SourceChangedError, ValueError, OSError), match=r"changed while it was|file ends at byte"):
-            bench.build()
-    assert contents_of_folder(bench) == {}
-    if change is truncate:
-        tensors = breakable.load(breakable.write(bench.root / "again") / "model")
-        breakable.save(bench.path("model"), tensors)
-    assert bench.build().written
-    assert contents(bench.build().result) == bench.fresh(bench.root / "fresh")
-
-
-ONE_METHOD = """
+OWN = """
 def method(request):
     rows, columns = request.target.shape
     return request.job(produce=lambda output: output.write_values(0, request.values(0, rows * columns)))
 
 
 def configure(model, recipe, sources):
-    recipe.assign("text/layers/0/mlp/*", method=method)
+    recipe.assign("text/layers/0/mlp/down", method=method)
 """
+
+
+def fails(bench: Bench) -> None:
+    with pytest.raises((SourceChangedError, ValueError), match=r"changed while it was|file ends at byte"):
+        bench.build()
+
+
+def download_again(bench: Bench, change: Callable[[Path], None]) -> None:
+    if change is truncate:
+        breakable.save(bench.path("model"), breakable.load(breakable.write(bench.root / "again") / "model"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("recipe", "time_of_many"), [(BUILT_IN, 1), (OWN, 1), (OWN, 2)], ids=["built-in", "own, hashing", "own, producing"]
+)
+def test_a_source_modified_while_it_is_encoded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], recipe: str, time_of_many: int
+) -> None:
+    """The action fails, and neither its result nor what it read is kept."""
+    bench.write("recipe.py", recipe)
+    bench.settle()
+    with monkeypatch.context() as patch:
+        when_read(bench, patch, change, time_of_many)
+        bench.options["jobs"] = 1
+        fails(bench)
+    assert not bench.target().out.exists()
+    assert list(bench.root.glob(".t.ninfer*")) == []
+    download_again(bench, change)
+    assert "mlp/down" in bench.build().ran
+    assert contents(bench.build().result) == bench.fresh(bench.root / "fresh")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -251,16 +268,13 @@ def test_a_source_modified_while_it_is_hashed(
 ) -> None:
     """No digest of mixed bytes is remembered or used."""
     bench.settle()
-    first = bench.build()
+    first = contents(bench.build().result)
     touch(bench.path("model") / "model.safetensors")
     with monkeypatch.context() as patch:
-        when_read(patch, change, "matrix")
-        with pytest.raises((SourceChangedError, ValueError), match=r"changed while it was|file ends at byte"):
-            bench.build()
-    assert bench.target().out.read_bytes() == contents(first.result)["t.ninfer"]
-    if change is truncate:
-        tensors = breakable.load(breakable.write(bench.root / "again") / "model")
-        breakable.save(bench.path("model"), tensors)
+        when_read(bench, patch, change, 1)
+        fails(bench)
+    assert bench.target().out.read_bytes() == first["t.ninfer"]
+    download_again(bench, change)
     bench.settle()
     bench.build()
     assert contents(bench.build().result) == bench.fresh(bench.root / "fresh")
