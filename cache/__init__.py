@@ -8,7 +8,7 @@ if __name__ != "ninferbuild.cache":
 
 from ninferbuild.cache.api import Cache, default_directory
 from ninferbuild.cache.compaction import SpaceResult
-from ninferbuild.cache.index import OutOfSpaceError
+from ninferbuild.cache.environment import OutOfSpaceError
 from ninferbuild.cache.lease import Lease
 from ninferbuild.cache.pruning import PruneResult
 from ninferbuild.cache.reading import View

@@ -9,8 +9,6 @@ from pathlib import Path
 import time
 from types import TracebackType
 
-import lmdb
-
 from ninferbuild.cache import compaction, filesystem, liveness, pruning, verification
 from ninferbuild.cache import store as stores
 from ninferbuild.cache.builds import load_builds, store_build
@@ -33,7 +31,7 @@ from ninferbuild.cache.statistics import Entry, Statistics, entries, statistics
 from ninferbuild.cache.store import Limits
 from ninferbuild.cache.verification import VerifyResult
 from ninferbuild.cache.writer import Writer, memo_key
-from ninferbuild.errors import CacheError
+from ninferbuild.errors import CacheDamagedError, CacheError
 
 ELSEWHERE = "choose another with NINFERBUILD_CACHE or [cache] dir"
 
@@ -171,8 +169,10 @@ class Cache:
                         and self._complete(transaction, stored.blocks)
                     )
                     found.append(_public(key, manifest, stored) if stored is not None and whole else None)
-        except lmdb.Error as error:
-            store.notices.append(f"cache index {store.index_folder} cannot be read: {error}")
+        except CacheDamagedError as error:
+            if not self.read_only:
+                raise
+            store.notices.append(f"the cache cannot be used: {error}")
             found += [None] * (len(wanted) - len(found))
         for key in damaged:
             store.drop_record(key)

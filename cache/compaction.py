@@ -8,8 +8,8 @@ import os
 import shutil
 
 from ninferbuild.cache import btree, filesystem
-from ninferbuild.cache.environment import STAMP_FILE
-from ninferbuild.cache.index import BUILDS, DIGESTS, PROBES, OutOfSpaceError
+from ninferbuild.cache.environment import STAMP_FILE, OutOfSpaceError
+from ninferbuild.cache.index import BUILDS, DIGESTS, PROBES
 from ninferbuild.cache.inventory import take_inventory
 from ninferbuild.cache.pruning import drop, sweep_rows
 from ninferbuild.cache.reclaim import disk_bytes, reclaim

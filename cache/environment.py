@@ -8,6 +8,7 @@ since; without one the file is walked page by page before the engine may map it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 import os
 from pathlib import Path
@@ -17,10 +18,17 @@ import lmdb
 import msgspec
 
 from ninferbuild.cache import btree, filesystem
-from ninferbuild.errors import CacheError
+from ninferbuild.errors import CacheDamagedError, CacheError
 
 MAX_READERS = 1024
 STAMP_FILE = "stamp"
+SUSPECT_FILE = "suspect"
+_DAMAGE = (
+    *(lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.IncompatibleError),
+    *(lmdb.BadTxnError, lmdb.BadDbiError, lmdb.BadValsizeError, lmdb.CursorFullError, lmdb.PageFullError),
+)
+"""What the engine says when pages are not what it wrote."""
+
 _LOCK_FILE = "lock.mdb"
 _LOCK_BYTES = MAX_READERS * 64 + 4096  # one cache line a reader, and the header
 _NEW_BYTES = 1 << 20  # room for two meta pages, a lock file and the first transactions
@@ -50,8 +58,12 @@ class Health:
     altered: bool = False
 
 
-def examine(folder: Path, digest: Digest) -> Health:
+def examine(folder: Path, digest: Digest, *, after_crash: bool = False) -> Health:
     """Look at the environment in ``folder``. Nobody else may have it open.
+
+    Args:
+        after_crash: it was not closed in order. Then no stamp is believed: bits that flipped while it was open are in
+            the stamp of a later close, and may be what the last process died of.
 
     A folder without a data file, or with an empty one, is sound: its creation was interrupted.
     """
@@ -64,16 +76,19 @@ def examine(folder: Path, digest: Digest) -> Health:
     try:
         if os.fstat(descriptor).st_size == 0:
             return Health()
+        if (folder / SUSPECT_FILE).exists():
+            return Health("the engine could not read it")
         meta = btree.read_meta(descriptor)
         stamp = _read_stamp(folder)
         stamped = stamp is not None and stamp.transaction == meta.transaction
-        if stamp is not None and stamped and stamp.digest == digest(descriptor):
+        intact = stamp is not None and stamped and stamp.digest == digest(descriptor)
+        if intact and not after_crash:
             return Health()
     except (btree.DamagedError, OSError) as error:
         return Health(str(error))
     finally:
         os.close(descriptor)
-    return Health(walk(folder), altered=stamped)
+    return Health(walk(folder), altered=stamped and not intact)
 
 
 def walk(folder: Path) -> str | None:
@@ -106,6 +121,32 @@ def stamp(folder: Path, digest: Digest) -> None:
         return
     finally:
         os.close(descriptor)
+
+
+def suspect(folder: Path) -> None:
+    """Note that the engine met damage here: whoever next has the environment alone sets it aside."""
+    with suppress(OSError):
+        (folder / SUSPECT_FILE).touch()
+
+
+def engine_error(folder: Path, error: lmdb.Error) -> CacheError:
+    """What an error of the engine means; damage is noted for the next open.
+
+    A partial write on a full disk reaches us as an I/O error.
+    """
+    if isinstance(error, _DAMAGE):
+        suspect(folder)
+        return CacheDamagedError(f"{folder} is damaged: {error}")
+    if filesystem.free_bytes(folder) < (8 << 20):
+        return OutOfSpaceError(
+            f"no space left for the cache {folder.parent}: make room (`ninferbuild cache prune --max-size SIZE` may), "
+            "or choose another disk with NINFERBUILD_CACHE or [cache] dir"
+        )
+    return CacheError(f"cannot use {folder}: {error}")
+
+
+class OutOfSpaceError(CacheError):
+    """The file system of the cache is full."""
 
 
 def _read_stamp(folder: Path) -> Stamp | None:

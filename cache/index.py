@@ -8,8 +8,8 @@ from pathlib import Path
 
 import lmdb
 
-from ninferbuild.cache import filesystem, records
-from ninferbuild.cache.environment import open_environment
+from ninferbuild.cache import records
+from ninferbuild.cache.environment import engine_error, open_environment
 from ninferbuild.cache.records import Number, R, Record
 from ninferbuild.errors import CacheError
 
@@ -134,7 +134,7 @@ class Index:
             self._check_version(read_only)
         except lmdb.Error as error:
             self._environment.close()
-            raise CacheError(f"cannot open {folder}: {error}") from error
+            raise engine_error(folder, error) from error
         except CacheError:
             self._environment.close()
             raise
@@ -157,9 +157,16 @@ class Index:
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
-        """A snapshot."""
-        with self._environment.begin() as transaction:
-            yield Transaction(transaction, self._tables)
+        """A snapshot.
+
+        Raises:
+            CacheError: it cannot be read.
+        """
+        try:
+            with self._environment.begin() as transaction:
+                yield Transaction(transaction, self._tables)
+        except lmdb.Error as error:
+            raise engine_error(self.folder, error) from error
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:
@@ -172,7 +179,7 @@ class Index:
             with self._environment.begin(write=True) as transaction:
                 yield Transaction(transaction, self._tables)
         except lmdb.Error as error:
-            raise write_error(self.folder, error) from error
+            raise engine_error(self.folder, error) from error
 
     def reader_check(self) -> None:
         """Free the reader slots of dead processes, which would keep old pages from being reused."""
@@ -184,17 +191,3 @@ class Index:
 
     def close(self) -> None:
         self._environment.close()
-
-
-def write_error(folder: Path, error: lmdb.Error) -> CacheError:
-    """What a failed commit means. A partial write on a full disk reaches us as an I/O error."""
-    if filesystem.free_bytes(folder) < (8 << 20):
-        return OutOfSpaceError(
-            f"no space left for the cache {folder.parent}: make room (`ninferbuild cache prune --max-size SIZE` may), "
-            "or choose another disk with NINFERBUILD_CACHE or [cache] dir"
-        )
-    return CacheError(f"cannot write to {folder}: {error}")
-
-
-class OutOfSpaceError(CacheError):
-    """The file system of the cache is full."""

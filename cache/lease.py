@@ -7,7 +7,8 @@ from contextlib import suppress
 import time
 from types import TracebackType
 
-from ninferbuild.cache.index import LEASES, OutOfSpaceError
+from ninferbuild.cache.environment import OutOfSpaceError
+from ninferbuild.cache.index import LEASES
 from ninferbuild.cache.records import StoredLease, pack_keys
 from ninferbuild.cache.store import Store
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import time
 
 from ninferbuild.cache.builds import used_keysets
+from ninferbuild.cache.environment import OutOfSpaceError
 from ninferbuild.cache.index import (
     ACTIONS,
     BLOCKS,
@@ -23,7 +24,6 @@ from ninferbuild.cache.index import (
     MANIFESTS,
     PROBES,
     RECENCY,
-    OutOfSpaceError,
     Transaction,
 )
 from ninferbuild.cache.inventory import Inventory, take_inventory

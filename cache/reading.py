@@ -9,6 +9,7 @@ from types import TracebackType
 import lmdb
 
 from ninferbuild.cache import pages
+from ninferbuild.cache.environment import engine_error
 from ninferbuild.cache.index import BLOCKS
 from ninferbuild.cache.locks import FileLock
 from ninferbuild.cache.records import ActionRecord, StoredBlock
@@ -83,7 +84,7 @@ class View:
                 if len(data) == length and block_digest(data) == digest:
                     return data
                 reason = "a block differs from its digest"
-        except (lmdb.Error, CacheError) as error:
+        except CacheError as error:
             reason = f"its segment cannot be read: {error}"
         self._store.drop_damaged(key, digest, reason)
         raise PayloadLostError(key, reason)
@@ -95,10 +96,13 @@ class View:
             return "a block is missing", None
         if not self._store.segments.exists(row.segment):
             return f"segment {row.segment:04d} is missing", None
-        snapshot = self._snapshots.get(row.segment)
-        found = None if snapshot is None else snapshot.get(digest)
-        if found is None:  # first use of the segment, or the block is newer than the snapshot
-            snapshot = self._stack.enter_context(self._store.segments.reader(row.segment))
-            self._snapshots[row.segment] = snapshot
-            found = snapshot.get(digest)
+        try:
+            snapshot = self._snapshots.get(row.segment)
+            found = None if snapshot is None else snapshot.get(digest)
+            if found is None:  # first use of the segment, or the block is newer than the snapshot
+                snapshot = self._stack.enter_context(self._store.segments.reader(row.segment))
+                self._snapshots[row.segment] = snapshot
+                found = snapshot.get(digest)
+        except lmdb.Error as error:
+            raise engine_error(self._store.segments.path(row.segment), error) from error
         return "a block is missing from its segment", found

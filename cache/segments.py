@@ -13,8 +13,7 @@ import threading
 import lmdb
 
 from ninferbuild.cache import btree, filesystem
-from ninferbuild.cache.environment import open_environment
-from ninferbuild.cache.index import write_error
+from ninferbuild.cache.environment import engine_error, open_environment
 from ninferbuild.errors import CacheError
 
 DROPPED_SUFFIX = ".dropped"
@@ -95,10 +94,13 @@ class Segments:
         """A snapshot of one segment that gives memoryviews. None of them may outlive it.
 
         Raises:
-            CacheError: the segment cannot be opened.
+            CacheError: the segment cannot be opened or read.
         """
-        with self._using(number) as environment, environment.begin(buffers=True) as transaction:
-            yield transaction
+        try:
+            with self._using(number) as environment, environment.begin(buffers=True) as transaction:
+                yield transaction
+        except lmdb.Error as error:
+            raise engine_error(self.path(number), error) from error
 
     def put(self, number: int, blocks: Iterable[tuple[bytes, bytes | memoryview]]) -> None:
         """Store blocks in one transaction, creating the segment if need be. The caller holds the write lock.
@@ -114,7 +116,7 @@ class Segments:
                     for digest, data in blocks:
                         transaction.put(digest, data)
             except lmdb.Error as error:
-                raise write_error(self.folder, error) from error
+                raise engine_error(self.path(number), error) from error
         if new:
             filesystem.sync_directory(self.path(number))
             filesystem.sync_directory(self.folder)

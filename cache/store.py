@@ -174,7 +174,7 @@ class Store:
                 self._tidy_segment(segment)
 
     def _tidy_index(self) -> None:
-        health = examine(self.index_folder, btree.file_digest)
+        health = examine(self.index_folder, btree.file_digest, after_crash=self.after_crash)
         self._altered = health.altered
         if health.damage is not None:
             self._set_aside = set_aside(self.index_folder)
@@ -187,7 +187,7 @@ class Store:
         if not data.exists() or data.stat().st_size == 0:  # its creation was interrupted, or somebody emptied it
             shutil.rmtree(segment, ignore_errors=True)
             return
-        health = examine(segment, btree.tree_digest)
+        health = examine(segment, btree.tree_digest, after_crash=self.after_crash)
         if health.damage is not None:
             aside = set_aside(segment)
             self.notices.append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import lmdb
 
 from ninferbuild.cache import pages
-from ninferbuild.cache.environment import walk
+from ninferbuild.cache.environment import suspect, walk
 from ninferbuild.cache.index import (
     ACTIONS,
     BLOCKS,
@@ -20,7 +20,7 @@ from ninferbuild.cache.records import (
 )
 from ninferbuild.cache.store import Store
 from ninferbuild.digest import block_digest
-from ninferbuild.errors import CacheError
+from ninferbuild.errors import CacheDamagedError, CacheError
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,16 @@ def verify(store: Store, *, repair: bool = False, progress: Callable[[int], None
 
     A damaged tree cannot be repaired while it is open: the next process that opens the cache alone sets it aside.
     """
-    problems = list(_damaged_trees(store))
-    with store.index.read() as transaction:
-        bad_rows = list(transaction.bad_rows())
-        problems += [f"a record of table {table.decode()} is damaged: {key.hex()}" for table, key in bad_rows]
-        blocks = {key: row for key, row in transaction.items(BLOCKS, StoredBlock) if row is not None}
-        actions = {key: row for key, row in transaction.items(ACTIONS, StoredAction) if row is not None}
-        size = int(transaction.number(LIVE_BYTES))
+    problems = list(_damaged_trees(store, repair=repair))
+    try:
+        with store.index.read() as transaction:
+            bad_rows = list(transaction.bad_rows())
+            problems += [f"a record of table {table.decode()} is damaged: {key.hex()}" for table, key in bad_rows]
+            blocks = {key: row for key, row in transaction.items(BLOCKS, StoredBlock) if row is not None}
+            actions = {key: row for key, row in transaction.items(ACTIONS, StoredAction) if row is not None}
+            size = int(transaction.number(LIVE_BYTES))
+    except CacheDamagedError as error:
+        return VerifyResult(0, 0, 0, (*problems, str(error)), (), repaired=False)
     bad_blocks = _bad_blocks(store, blocks, progress)
     problems += [f"block {digest.hex()}: {reason}" for digest, reason in bad_blocks.items()]
     damaged = []
@@ -73,12 +76,17 @@ def verify(store: Store, *, repair: bool = False, progress: Callable[[int], None
     return VerifyResult(len(actions), len(blocks), stored, tuple(problems), tuple(damaged), repair and bool(problems))
 
 
-def _damaged_trees(store: Store) -> Iterator[str]:
+def _damaged_trees(store: Store, *, repair: bool) -> Iterator[str]:
+    """The faults of the environments' pages. To repair them is to note them: the next open sets the environment aside
+    and keeps what can be read of it.
+    """
     with store.write_lock_if_any():
         folders = [store.index_folder, *(store.segments.path(number) for number in store.segments.ids())]
         for folder in folders:
             reason = walk(folder)
             if reason is not None:
+                if repair:
+                    suspect(folder)
                 yield f"{folder.relative_to(store.root)}: {reason}"
 
 

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ninferbuild import link as linker
-from ninferbuild.errors import PayloadLostError
+from ninferbuild.errors import CacheDamagedError, PayloadLostError
 from ninferbuild.history import Explainer
 from ninferbuild.job import BuildResult, Job
 from ninferbuild.models.bulk import collection_paused
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["BuildPlan", "BuildResult", "PlannedAction", "build", "parameters", "plan"]
 
 ATTEMPTS = 3
-"""How often a build makes damaged payloads again before it gives up."""
+"""How often a build begins with a damaged cache, and makes damaged payloads again, before it gives up."""
 
 
 def build(
@@ -65,6 +65,47 @@ def build(
             Finished actions are kept, and nothing half-written has the output's name.
     """
     shown: Progress = progress if progress is not None else QuietProgress()
+    for attempt in range(ATTEMPTS):
+        try:
+            return _build(
+                target,
+                device=device,
+                rerun=rerun,
+                link=link,
+                overwrite=overwrite,
+                rehash=rehash,
+                keep_going=keep_going,
+                jobs=jobs,
+                explain=explain,
+                gate=gate,
+                shown=shown,
+            )
+        except CacheDamagedError as error:
+            if attempt == ATTEMPTS - 1:
+                raise
+            shown.note(f"{error}; the cache is opened again without it")
+    raise AssertionError("unreachable")
+
+
+def _build(
+    target: Target,
+    *,
+    device: str | None,
+    rerun: bool,
+    link: bool,
+    overwrite: bool,
+    rehash: bool,
+    keep_going: bool,
+    jobs: int | None,
+    explain: bool,
+    gate: LockGate | None,
+    shown: Progress,
+) -> BuildResult:
+    """:func:`build`, once.
+
+    Raises:
+        CacheDamagedError: an environment of the cache is damaged; when it is opened again it is set aside.
+    """
     began = time.perf_counter()
     cancel = threading.Event()
     with ExitStack() as stack:

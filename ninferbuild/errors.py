@@ -35,6 +35,10 @@ class CacheError(NinferbuildError):
     """The cache cannot be used: unwritable, on a network file system, out of space."""
 
 
+class CacheDamagedError(CacheError):
+    """The engine met damage in a file of the cache that is open; opened again, the file is set aside."""
+
+
 class Cancelled(Exception):
     """The build was interrupted; raised inside running actions."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fixtures.breakable import tmpfs
 from fixtures.crash_bench import ACTIONS, ENTRY, FOUR_STORED, REPORT, SMALL_SEGMENTS, Bench, Scene, scene
-from fixtures.crash_points import Point, fill_disk
+from fixtures.crash_points import Point, fill_disk, flip_bits
 from fixtures.processes import Ended, serving
 import pytest
 
@@ -20,6 +20,8 @@ from ninferbuild.cache.filesystem import free_bytes
 
 RUN = "ninferbuild.execute:Executor.run"
 RECORD_BUILD = "ninferbuild.cache.api:Cache.record_build"
+LINK = "ninferbuild.link:_write_payload"
+LEASE = "ninferbuild.cache.lease:Lease.add"
 WRITE = "ninferbuild.publish:StagedFile.write"
 
 FULL_CACHE = {
@@ -27,7 +29,7 @@ FULL_CACHE = {
     "before the first action": (Point(RUN), 0),
     "after five actions": (Point(RUN, call=6, settle=True), 5),
     "between blocks and record": (Point("ninferbuild.cache.segments:Segments.put", after=True), 0),
-    "when payloads are linked": (Point("ninferbuild.link:_write_payload"), ACTIONS),
+    "when payloads are linked": (Point(LINK), ACTIONS),
     "when the build is recorded": (Point(RECORD_BUILD), ACTIONS),
 }
 """The build fails unless all actions are kept by then."""
@@ -37,7 +39,7 @@ FULL_OUTPUT = {
     "before the first action": (Point(RUN), 0),
     "after two actions": (Point(RUN, call=3, settle=True), 2),
     "when the directory is linked": (Point("ninferbuild.link:_write_framing"), ACTIONS),
-    "when payloads are linked": (Point("ninferbuild.link:_write_payload"), ACTIONS),
+    "when payloads are linked": (Point(LINK), ACTIONS),
     "when the report is written": (Point(WRITE, about=REPORT), ACTIONS),
     "when the journal is written": (Point(WRITE, about="journal"), ACTIONS),
 }
@@ -54,6 +56,27 @@ TRUNCATED = {
     "a part": (f"out/{ENTRY}.part-0002", 0.5),
     "the report": (f"out/{REPORT}", 0.5),
 }
+
+
+FLIPPED = {
+    # bits: (what, how many, in the middle of the build at this point; None: before it)
+    "in one block": ("blocks", 1, None),
+    "in every block": ("blocks", 99, None),
+    "in one block, while linking": ("blocks", 1, LINK),
+    "in every block, while linking": ("blocks", 99, LINK),
+    "in every block, while others are encoded": ("blocks", 99, RUN),
+    "in segments": ("segments", 30, None),
+    "in segments, while linking": ("segments", 30, LINK),
+    "in segments, while others are encoded": ("segments", 30, RUN),
+    "in the index": ("index", 30, None),
+    "in the index, when it has been looked at": ("index", 30, LEASE),
+    "in the index, while others are encoded": ("index", 30, RUN),
+    "in the index, while linking": ("index", 30, LINK),
+}
+"""Everything of ``single`` is cached when ``changed`` is built: two actions run, nine payloads are linked from the
+cache. Bits anywhere are tried with several seeds; they meet records, B-tree pages and free pages."""
+
+SEEDS = 2
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +185,30 @@ def test_truncated(made: Scene, tmp_path: Path, row: str) -> None:
             assert 0 < executed < ACTIONS
         bench.check_cache()
         bench.finish("single", executed=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "seed"),
+    [(row, seed) for row, (what, _, _) in FLIPPED.items() for seed in range(1 if what == "blocks" else SEEDS)],
+)
+def test_flipped(made: Scene, tmp_path: Path, row: str, seed: int) -> None:
+    what, count, at = FLIPPED[row]
+    bench = Bench(tmp_path / "bench", made)
+    bench.finish("single", points=[SMALL_SEGMENTS, FOUR_STORED])
+    flips = {"cache": str(bench.cache), "what": what, "seed": seed, "count": count}
+    if at is None:
+        flip_bits(**flips)
+    ended = bench.build("changed", points=[] if at is None else [Point(at, "flip", arg=flips)])
+    if ended.code == 0:
+        bench.check_finished("changed")
+    else:  # the engine died of pages that changed under it
+        assert at is not None
+        assert what != "blocks"
+        assert bench.standing() in ("single", "changed")
+    if what == "blocks" and count > 1:
+        assert ended.err.count("is damaged") >= 1
+        bench.finish("changed")  # whatever it met, the next build needs no help
+    bench.finish("single")
+    bench.run("cache", "verify", "--repair", "-f", "single.toml")  # what nobody has met yet
+    bench.finish("split")
+    bench.check_cache()
