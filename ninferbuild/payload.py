@@ -91,19 +91,19 @@ class PayloadWriter:
         for span in self._segments.spans(offset, offset + length):
             yield self._staged[span.file], span
 
-    def write(self, payloads: Iterable[Placed], cache: Cache, writers: int = WRITERS) -> None:
+    def write(self, payloads: Iterable[Placed], cache: Cache, writers: int | None = None) -> None:
         """Write payloads from the cache, and check the cloned ones.
 
         Args:
             payloads: in file order.
-            writers: most threads.
+            writers: most threads; :data:`WRITERS` unless said otherwise.
 
         Raises:
             PayloadLostError: a cached payload is damaged.
             OSError: a file cannot be written or read.
         """
         batches = deque(_batches(payloads))
-        writers = min(writers, len(batches))
+        writers = min(WRITERS if writers is None else writers, len(batches))
         if writers <= 1:
             self._work(batches, cache)
             return
