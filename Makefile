@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo bench reproduce test lint types clean
+SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
+
+.PHONY: help demo bench reproduce test soak lint types clean
 
 help: ## list what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +28,11 @@ reproduce: $(VENV)/installed ## build every reference case again under other cir
 
 test: $(VENV)/installed ## run the tests
 	$(BIN)/python -m pytest -q -n auto $(ARGS)
+
+soak: $(VENV)/installed ## 10,000 random edits, builds, kills and damages against clean builds; SEED=N repeats one
+	@echo "SEED=$(SEED)"
+	BUILD_MACHINE_SEED=$(SEED) BUILD_MACHINE_RUNS=100 BUILD_MACHINE_STEPS=100 \
+		$(BIN)/python -m pytest -q -n auto $(ARGS) tests/test_build_machine.py
 
 lint: $(VENV)/installed ## ruff
 	$(BIN)/ruff check .

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+import os
 from pathlib import Path
+import secrets
 import time
 
 from fixtures import fx
@@ -12,6 +14,26 @@ import pytest
 
 from ninferbuild.memo import SETTLED_NS
 from ninferbuild.rules import METHODS
+
+MACHINE_SEED = "BUILD_MACHINE_SEED"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed of the build machine once, before worker processes inherit the environment."""
+    os.environ.setdefault(MACHINE_SEED, str(secrets.randbelow(10**9)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seed where it was used, whatever came of it."""
+    ran = [report for reports in terminalreporter.stats.values() for report in reports]
+    if any("test_build_machine" in getattr(report, "nodeid", "") for report in ran):
+        terminalreporter.write_line(f"{MACHINE_SEED}={os.environ[MACHINE_SEED]}")
+
+
+@pytest.fixture(scope="session")
+def machine_seed() -> int:
+    """What random histories of builds follow from."""
+    return int(os.environ[MACHINE_SEED])
 
 
 @pytest.fixture(autouse=True)
