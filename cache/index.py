@@ -132,11 +132,10 @@ class Index:
             if len(self._tables) < len(TABLES):
                 raise CacheError(f"{folder} is not a complete cache index")
             self._check_version(read_only)
-        except lmdb.Error as error:
+        except BaseException as error:  # Ctrl-C too: the engine opens an environment once in a process
             self._environment.close()
-            raise engine_error(folder, error) from error
-        except CacheError:
-            self._environment.close()
+            if isinstance(error, lmdb.Error):
+                raise engine_error(folder, error) from error
             raise
 
     def _holds(self, name: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -51,3 +52,23 @@ def test_interrupted_while_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with Cache.open(tmp_path) as again:
         assert again.compact().obstacles == ()
     assert os.listdir(tmp_path / "sessions") == []
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_interrupted_while_making_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Interrupted before a transaction of a new cache: while it is opened, or in the closing that follows."""
+    original, calls = store.Index.write, []
+
+    def counted(index: store.Index) -> object:
+        calls.append(index)
+        if len(calls) == call + 1:
+            raise KeyboardInterrupt
+        return original(index)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Index, "write", counted)
+        with contextlib.suppress(KeyboardInterrupt), Cache.open(tmp_path) as cache:
+            cache.find(b"k" * 16, "a miss")
+    assert calls
+    with Cache.open(tmp_path) as again:
+        assert again.stats().actions == 0
