@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ninferbuild.publish import StagedFile
     from ninferbuild.writeback import WriteBehind
 
-WRITERS = 4
-"""Threads that write one output. Two keep a disk busy; the others make up for those that wait for a slow read."""
+WRITERS = 2
+"""Threads that write one output: while one copies, the other reads and checks. Writers of one file exclude each other
+in the kernel, so more of them gain nothing, and write less in order."""
 
 BATCH = 16 << 20
 """Bytes that a thread takes on at a time."""

@@ -225,7 +225,7 @@ def test_any_mixture_of_staged_cached_and_cloned_payloads_gives_the_same_files(d
         opened_cache() as (out, cache),
         mock.patch.object(payload, "WRITERS", data.draw(st.integers(1, 6))),
         mock.patch.object(payload, "BATCH", data.draw(st.sampled_from([1, 6000, 30000, 1 << 24]))),
-        mock.patch.object(cloning, "SMALLEST", data.draw(st.sampled_from([0, 2 * BLOCK]))),
+        mock.patch.object(cloning, "SMALLEST", data.draw(st.sampled_from([1, 2 * BLOCK]))),
         mock.patch.object(cloning, "SMALLEST_SHARE", data.draw(st.sampled_from([0.0, 0.5]))),
         mock.patch.object(platform_io, "clone_range", stand_in),
     ):
