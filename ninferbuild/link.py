@@ -164,6 +164,8 @@ def made_here(entry: Path) -> tuple[Path, ...] | None:
     try:
         with entry.open("rb") as file:
             json_bytes, artifact_id = entry_header(file.read(HEADER.size))
+            if json_bytes > os.fstat(file.fileno()).st_size:
+                return None
             text = file.read(json_bytes)
         _, found, tail = text.rstrip(b" ").rpartition(b',"files":')
         if not found or b'"provenance":{"converter":"%s"' % CONVERTER.encode() not in text:

@@ -497,3 +497,12 @@ def test_a_build_clones_from_the_artifact_that_it_replaces(sharing, checkpoints,
     second.out.unlink()
     assert made("overrides=['over.py']").out.read_bytes() == cloned
     assert written[2].cloned == 0
+
+
+def test_a_header_that_promises_more_than_there_is_makes_a_file_foreign(tmp_path):
+    """Whatever its length field says, nobody tries to read that much."""
+    path = tmp_path / "m.ninfer"
+    path.write_bytes(HEADER.pack(MAGIC, 1 << 62, bytes(16)) + b"{}")
+    assert link.made_here(path) is None
+    with pytest.raises(FileExistsError, match="not made by ninferbuild"):
+        link.refuse_foreign([path], overwrite=False)
