@@ -153,7 +153,7 @@ def test_files_of_different_file_systems_share_nothing(tmp_path):
         pytest.skip("there is no second file system here")
     one, two = StagedFile(tmp_path / "one", 8192), StagedFile(other / "ninferbuild-two", 8192)
     try:
-        with pytest.raises(OSError):  # noqa: PT011 - which error is the file systems' choice
+        with pytest.raises(OSError):
             platform_io.clone_range(one.descriptor, 0, 4096, two.descriptor, 0)
     finally:
         one.discard()
