@@ -12,7 +12,7 @@ import threading
 
 from ninferbuild.cache import btree
 from ninferbuild.cache import index as tables
-from ninferbuild.cache.environment import STAMP_FILE, examine, set_aside, stamp
+from ninferbuild.cache.environment import STAMP_FILE, OutOfSpaceError, examine, set_aside, stamp
 from ninferbuild.cache.index import ACTIONS, LEASES, Index
 from ninferbuild.cache.locks import SESSION_BYTES, FileLock, Session, WriteLock, in_use, live_sessions
 from ninferbuild.cache.recency import Lookups
@@ -209,7 +209,8 @@ class Store:
         with self.write_lock:
             with self.index.read() as transaction:
                 bad = list(transaction.bad_rows())
-            with self.index.write() as transaction:
+            # On a full disk they stay, recognised and absent.
+            with suppress(OutOfSpaceError), self.index.write() as transaction:
                 for table, key in bad:
                     transaction.delete(table, key)
                 transaction.recount_blocks()
@@ -219,7 +220,7 @@ class Store:
             )
 
     def _drop_dead_leases(self) -> None:
-        with self.write_lock, self.index.write() as transaction:
+        with suppress(OutOfSpaceError), self.write_lock, self.index.write() as transaction:
             live = self.live_sessions()
             for key in transaction.keys(LEASES):
                 if key[:SESSION_BYTES] not in live:
