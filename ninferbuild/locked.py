@@ -124,7 +124,7 @@ class LockGate:
 
 
 class _Made:
-    """Label of a weight → method, manifest and input names of the action that makes it in this session."""
+    """Label of a weight → method, manifest and input names of the action that makes it in this build."""
 
     def __init__(self, directory: Directory, actions: dict[str, Action]):
         self._directory = directory
