@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ninferbuild import models, user_modules
+from ninferbuild.artifact.formats import get_format
 from ninferbuild.recipe import Recipe
-from ninferbuild.recipe_file import load
+from ninferbuild.recipe_file import RecipeFunction, UnknownRecipeError, load
 from ninferbuild.sources.opened import Sources
+from ninferbuild.target_schema import OptionError, Origin
 
 if TYPE_CHECKING:
     from ninferbuild.models.model import Model
@@ -49,25 +51,38 @@ def configured(target: Target) -> Iterator[Configured]:
     """
     with ExitStack() as stack:
         sources = stack.enter_context(Sources(target.model, target.sources))
-        model = models.build(
-            sources["base"], components=target.components, resource_overrides=target.resources, sources=sources
-        )
+        base = sources["base"]
+        try:
+            model = models.build(
+                base, components=target.components, resource_overrides=target.resources, sources=sources
+            )
+        except models.ComponentsError as error:
+            raise OptionError(f"{target.origin / 'components'}: {error}") from error
         recipe = Recipe(model)
         stack.callback(user_modules.purge)
-        loaded = load(target.recipe)
+        loaded = _load(target.recipe, target.origin / "recipe")
         loaded(model, recipe, sources)
         ranking = _add_proposal(target, recipe)
         overrides = []
         for reference in target.overrides:
-            override = load(reference)
+            override = _load(reference, target.origin / "overrides")
             override(model, recipe, sources)
             overrides.append(override.reference)
         for assign in target.assigns:
             try:
+                if assign.format is not None:
+                    get_format(assign.format)
                 recipe.assign(assign.select, **assign.arguments())
             except (ValueError, TypeError) as error:
-                raise type(error)(f"{assign.origin}: {error}" if assign.origin else str(error)) from error
+                raise OptionError(f"{assign.origin}: {error}" if assign.origin else str(error)) from error
         yield Configured(target, model, recipe, sources, loaded.reference, tuple(overrides), ranking)
+
+
+def _load(reference: str, origin: Origin) -> RecipeFunction:
+    try:
+        return load(reference)
+    except UnknownRecipeError as error:
+        raise UnknownRecipeError(f"{origin}: {error}") from None
 
 
 def _add_proposal(target: Target, recipe: Recipe) -> Path | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ninferbuild.device_names import parse_device
+from ninferbuild.target_schema import OptionError
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,9 +17,13 @@ class Device:
 
     Args:
         wanted: names of devices, or None for the best there are.
+
+    Raises:
+        UsageError: a name that no device can have. Whether there is such a device is not looked at.
     """
 
     def __init__(self, wanted: str | None):
+        _parse(wanted if wanted is not None else "cpu")
         self._wanted = wanted
 
     @cached_property
@@ -42,27 +49,26 @@ def resolve_devices(wanted: str | None) -> tuple[torch.device, ...]:
 
     if wanted is None:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, indices = wanted.partition(":")
-    if kind == "cpu" and not indices:
+    numbers = _parse(wanted)
+    if numbers is None:
         return (torch.device("cpu"),)
-    if kind != "cuda":
-        raise ValueError(f"--device {wanted}: no such device; use cpu, cuda, or GPUs by number such as cuda:0,1")
     if not torch.cuda.is_available():
         raise ValueError(f"--device {wanted}: CUDA is unavailable here; use --device cpu")
     count = torch.cuda.device_count()
-    if not indices:
+    if not numbers:
         # The first is "cuda" without a number: what a user's function is told does not depend on how many there are.
         return (torch.device("cuda"), *(torch.device("cuda", index) for index in range(1, count)))
-    try:
-        numbers = [int(index) for index in indices.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--device {wanted}: GPUs are given by number, such as cuda:0,1") from error
     for number in numbers:
-        if not 0 <= number < count:
+        if number >= count:
             raise ValueError(f"--device {wanted}: there is no GPU {number}; there are {count}, counted from 0")
-    if len(set(numbers)) != len(numbers):
-        raise ValueError(f"--device {wanted}: each GPU may be named once")
     return tuple(torch.device("cuda", number) for number in numbers)
+
+
+def _parse(wanted: str) -> tuple[int, ...] | None:
+    try:
+        return parse_device(wanted)
+    except ValueError as error:
+        raise OptionError(f"--device {wanted}: {error}") from None
 
 
 def resolve_device(wanted: str | None) -> torch.device:

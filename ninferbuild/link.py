@@ -33,6 +33,7 @@ from ninferbuild.errors import NinferbuildError
 from ninferbuild.payload import PayloadWriter, Placed
 from ninferbuild.publish import StagedFile, publish
 from ninferbuild.report import CONVERTER, is_report, report_path
+from ninferbuild.target_schema import OptionError
 from ninferbuild.writeback import WriteBehind, stays_cached
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from ninferbuild.staging import Staging
 
 FREE_SPACE_MARGIN = 16 << 20
+
+
+class FileSizeError(OptionError, ArtifactError):
+    """The bound on the size of a file leaves no room for an artifact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,8 @@ def lay_out(
         source_digests: source name → digest of what was consumed of it.
 
     Raises:
-        ArtifactError: ``max_file_bytes`` is too small, or the directory cannot be written as JSON.
+        FileSizeError: ``max_file_bytes`` is too small.
+        ArtifactError: the directory cannot be written as JSON.
     """
     objects = plan_objects(contents.specs())
     payload_bytes = objects[-1].offset + objects[-1].bytes
@@ -132,7 +138,10 @@ def lay_out(
             "provenance": provenance,
         }
     )
-    records, text, offset = divide(entry_name, encoded, payload_bytes, contents.max_file_bytes)
+    try:
+        records, text, offset = divide(entry_name, encoded, payload_bytes, contents.max_file_bytes)
+    except ArtifactError as error:
+        raise FileSizeError(f"--max-file-bytes, or max_file_bytes of a target: {error}") from None
     files = tuple(FileRecord(record["path"], record["payload_bytes"]) for record in records)
     directory = Directory(
         dict(contents.components), tuple(objects), dict(contents.bindings), uses, files, metadata, provenance

@@ -14,11 +14,21 @@ from types import ModuleType
 from typing import Any
 
 from ninferbuild import compat, lazy_torch, user_modules
+from ninferbuild.errors import NinferbuildError
+from ninferbuild.target_schema import OptionError
 
 MODULE_NAME = "ninfer_user_recipe"
 """The import name of a recipe file while it is loaded; a second file replaces the first."""
 
 DEFAULT_FUNCTION = "configure"
+
+
+class UnknownRecipeError(OptionError):
+    """What was given as a recipe is neither an official name nor a Python file."""
+
+
+class MissingFunctionError(NinferbuildError, AttributeError):
+    """A recipe file does not define the function that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,9 @@ def load(value: str, base: Path | None = None) -> RecipeFunction:
     if path.suffix != ".py":
         close = get_close_matches(value, official, 1)
         hint = f"did you mean {close[0]}?" if close else f"official recipes: {', '.join(official)}"
-        raise ValueError(f"cannot load recipe file {file!r}: it is not a .py file and not an official recipe; {hint}")
+        raise UnknownRecipeError(
+            f"cannot load recipe file {file!r}: it is not a .py file and not an official recipe; {hint}"
+        )
     if not path.is_file():
         raise FileNotFoundError(
             f"recipe file {path} does not exist" + (" (it is a directory)" if path.exists() else "")
@@ -97,7 +109,7 @@ def load(value: str, base: Path | None = None) -> RecipeFunction:
     try:
         function = getattr(module, name)
     except AttributeError:
-        raise AttributeError(
+        raise MissingFunctionError(
             f"recipe file {path} defines no function {name!r}; use FILE:function to name one"
         ) from None
     if not callable(function):

@@ -116,13 +116,18 @@ class Target:
         }
         return {key: value for key, value in settings.items() if value is not None and value not in ([], {})}
 
+    @property
+    def origin(self) -> Origin:
+        """Where its keys were written, for messages."""
+        directory = self.file.parent if self.file else None
+        return Origin(self.file, directory, ("targets", self.name) if self.file else ())
+
     def check_files(self) -> None:
         """Raises :class:`MissingFileError`, naming the key, when a file that the target names does not exist.
 
         Sources of ``convert`` are left alone: one that is never opened need not exist.
         """
-        directory = self.file.parent if self.file else None
-        origin = Origin(self.file, directory, ("targets", self.name) if self.file else ())
+        origin = self.origin
         named: list[tuple[Origin, Path]] = [(origin / "model", self.model)]
         for index, reference in enumerate((self.recipe, *self.overrides)):
             if not reference.isidentifier():

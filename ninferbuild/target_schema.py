@@ -10,6 +10,7 @@ from pathlib import Path
 import re
 from typing import Any
 
+from ninferbuild.device_names import parse_device
 from ninferbuild.errors import UsageError
 from ninferbuild.units import parse_size
 
@@ -17,6 +18,9 @@ PROPOSAL_ROWS = 131072
 """Rows of the proposal head where a target asks for one without saying how many."""
 
 ROWS_PER_CHUNK = 512
+
+_NAME_BYTES = 255 - len("...ninferbuild-journal.000000000000.ninferbuild-tmp")
+"""Bytes of an output's name, so that the temporary of its journal still has a name that file systems take."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}")
 
@@ -156,12 +160,41 @@ def read_text(value: object, origin: Origin) -> str:
 def read_path(value: object, origin: Origin) -> Path:
     """A path: ``~`` expanded, relative ones joined to the file's directory."""
     text = read_text(value, origin)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise origin.error(f"{text!a} cannot be a file name in the locale's encoding, {error.encoding}") from None
     if origin.directory is None:
         return Path(text)
     try:
         return origin.directory / Path(text).expanduser()
     except RuntimeError as error:  # no such user
         raise origin.error(f"cannot expand {text!r}: {error}") from None
+
+
+def read_out(value: object, origin: Origin) -> Path:
+    """The path of an artifact. Its name is written into the artifact and its report, in UTF-8, and other names are
+    made from it.
+    """
+    path = read_path(value, origin)
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise origin.error(f"{str(path)!a} is not UTF-8; choose another name, or a UTF-8 locale") from None
+    if path.name in ("", "..") or str(value).endswith(os.sep) or os.path.isdir(path):
+        raise origin.error(f"{path} is a directory; name a file")
+    if len(os.fsencode(path.name)) > _NAME_BYTES or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise origin.error(f"{path} is too long; the name of the file may have {_NAME_BYTES} bytes")
+    return path
+
+
+def read_device(value: object, origin: Origin) -> str:
+    name = read_text(value, origin)
+    try:
+        parse_device(name)
+    except ValueError as error:
+        raise origin.error(f"{name}: {error}") from None
+    return name
 
 
 def read_reference(value: object, origin: Origin) -> str:
@@ -316,9 +349,9 @@ TARGET_KEYS: Mapping[str, Reader] = {
     "resources": read_resources,
     "proposal": read_proposal,
     "name": read_text,
-    "out": read_path,
+    "out": read_out,
     "max_file_bytes": read_size,
-    "device": read_text,
+    "device": read_device,
     "rows_per_chunk": read_count,
     "workers": read_count,
     "assign": read_assigns,

@@ -164,7 +164,7 @@ def corrupt_configuration(bench: Bench) -> Steps:
 # Unknown names
 
 
-@case("qwen3_6_27", "did you mean qwen3_6_27b?")
+@case("--recipe: ", "qwen3_6_27", "did you mean qwen3_6_27b?", code=2)
 def unknown_recipe(bench: Bench) -> Steps:
     yield bench.convert("--recipe", "qwen3_6_27")
 
@@ -174,7 +174,7 @@ def missing_recipe_file(bench: Bench) -> Steps:
     yield bench.convert("--recipe", "none.py")
 
 
-@case("components text, visoin", "supported optional components vision")
+@case("--components: ", "components text, visoin", "supported optional components vision", code=2)
 def unknown_component(bench: Bench) -> Steps:
     yield bench.convert("--components", "text,visoin")
 
@@ -191,17 +191,17 @@ def target_file(bench: Bench, assign: str) -> list[str]:
 TOML = ("ninferbuild.toml: targets.small.assign[0]",)
 
 
-@case("unknown numeric format 'q3'", "known: bf16", "text/layers/0/mlp/up")
+@case(*TOML, "unknown numeric format 'q3'", "known: bf16", code=2)
 def unknown_format_in_toml(bench: Bench) -> Steps:
     yield target_file(bench, 'select = "text/layers/0/mlp/up"\nformat = "q3"')
 
 
-@case(*TOML, "unknown conversion method 'grouped'", "choose one of cast_direct")
+@case(*TOML, "unknown conversion method 'grouped'", "choose one of cast_direct", code=2)
 def unknown_method_in_toml(bench: Bench) -> Steps:
     yield target_file(bench, 'select = "text/layers/0/mlp/up"\nmethod = "grouped"')
 
 
-@case(*TOML, "selector 'text/layers/9/*' matched no logical parameter")
+@case(*TOML, "selector 'text/layers/9/*' matched no logical parameter", code=2)
 def selector_that_matches_nothing_in_toml(bench: Bench) -> Steps:
     yield target_file(bench, 'select = "text/layers/9/*"\nformat = "bf16"')
 
@@ -211,17 +211,17 @@ def unknown_selector_key_in_toml(bench: Bench) -> Steps:
     yield target_file(bench, 'slect = "text/layers/0/*"\nformat = "bf16"')
 
 
-@case("unknown numeric format 'q3'", "known: bf16", "text/layers/0/mlp/up")
+@case("--assign text/layers/0/mlp/up=q3: ", "unknown numeric format 'q3'", "known: bf16", code=2)
 def unknown_format_in_an_option(bench: Bench) -> Steps:
     yield bench.convert("--assign", "text/layers/0/mlp/up=q3")
 
 
-@case("--assign text/layers/0/mlp/up=bf16:grouped", "unknown conversion method 'grouped'", "choose one of")
+@case("--assign text/layers/0/mlp/up=bf16:grouped", "unknown conversion method 'grouped'", "choose one of", code=2)
 def unknown_method_in_an_option(bench: Bench) -> Steps:
     yield bench.convert("--assign", "text/layers/0/mlp/up=bf16:grouped")
 
 
-@case("--assign text/layers/9/*=bf16", "selector 'text/layers/9/*' matched no logical parameter")
+@case("--assign text/layers/9/*=bf16", "selector 'text/layers/9/*' matched no logical parameter", code=2)
 def selector_that_matches_nothing_in_an_option(bench: Bench) -> Steps:
     yield bench.convert("--assign", "text/layers/9/*=bf16")
 
@@ -407,14 +407,14 @@ def scale_word_that_is_nan(bench: Bench) -> Steps:
 # Outputs
 
 
-@case("small.ninfer exists and was not made by ninferbuild", "--overwrite")
+@case("small.ninfer exists and is not an artifact made by ninferbuild (or is damaged)", "--overwrite")
 def foreign_entry(bench: Bench) -> Steps:
     bench.out.write_bytes(b"mine")
     yield bench.convert()
     yield bench.convert("--overwrite")
 
 
-@case("small.ninfer is a directory", "choose another output")
+@case("--out: ", "small.ninfer is a directory; name a file", code=2)
 def directory_in_place_of_the_entry(bench: Bench) -> Steps:
     bench.out.mkdir()
     yield bench.convert()
@@ -435,12 +435,67 @@ def foreign_report(bench: Bench) -> Steps:
     yield bench.convert("--overwrite")
 
 
+def unusable_output(bench: Bench, name: str) -> list[str]:
+    return [*bench.convert()[:-1], name]
+
+
+@case("--out: ", "is a directory; name a file", code=2)
+def working_directory_for_the_entry(bench: Bench) -> Steps:
+    yield unusable_output(bench, ".")
+
+
+@case("--out: ", "new is a directory; name a file", code=2)
+def new_directory_for_the_entry(bench: Bench) -> Steps:
+    yield unusable_output(bench, "new/")
+
+
+@case("--out: must not be empty", code=2)
+def no_name_for_the_entry(bench: Bench) -> Steps:
+    yield unusable_output(bench, "")
+
+
+@case("--out: ", "is too long", "204 bytes", code=2)
+def long_name_for_the_entry(bench: Bench) -> Steps:
+    """The longest name that can be used is one byte shorter."""
+    yield unusable_output(bench, "n" * 205)
+    yield unusable_output(bench, "n" * 204)
+
+
+@case("--out: ", r"'\udcff.ninfer' is not UTF-8", code=2)
+def name_of_the_entry_that_is_not_utf8(bench: Bench) -> Steps:
+    bench.own_process = True
+    yield unusable_output(bench, "\udcff.ninfer")
+
+
+@case("--device: gpu: no such device", code=2)
+def unknown_device(bench: Bench) -> Steps:
+    yield bench.convert("--device", "gpu")
+
+
+@case("--set device: cuda:x: GPUs are given by number", code=2)
+def unknown_gpu_by_set(bench: Bench) -> Steps:
+    yield bench.convert("--set", "device=cuda:x")
+
+
+@case("--device cuda:0,0: each GPU may be named once", code=2)
+def gpu_named_twice_for_a_target(bench: Bench) -> Steps:
+    yield [*target_file(bench, 'select = "text/layers/0/mlp/up"\nformat = "bf16"'), "--device", "cuda:0,0"]
+
+
+@case("ninferbuild.toml: targets.small.device: tpu: no such device", code=2)
+def unknown_device_in_toml(bench: Bench) -> Steps:
+    command = target_file(bench, 'select = "text/layers/0/mlp/up"\nformat = "bf16"')
+    file = bench.root / "ninferbuild.toml"
+    file.write_text(file.read_text().replace('"cpu"', '"tpu"'))
+    yield command
+
+
 @case("recipe.py/small.ninfer", "is not a directory; choose another output")
 def output_below_a_file(bench: Bench) -> Steps:
     yield [*bench.convert()[:-1], "recipe.py/small.ninfer"]
 
 
-@case("maximum file bytes 100", "allow larger files")
+@case("--max-file-bytes", "maximum file bytes 100", "allow larger files", code=2)
 def files_too_small_for_the_directory(bench: Bench) -> Steps:
     yield bench.convert("--max-file-bytes", "100")
 
@@ -451,7 +506,7 @@ def output_on_a_read_only_disk(bench: Bench) -> Steps:
         yield [*bench.convert()[:-1], "small/small.ninfer"]
 
 
-@case("small", "bytes have to be written and", "are free; make room", missing=1)
+@case("small", "bytes have to be written and", "kept in reserve", "are free; make room", missing=1)
 def full_disk_for_the_output(bench: Bench) -> Steps:
     """What has to be written is compared with the free space before the first action."""
     assign = ("--assign", "text/final_norm=fp32")
@@ -563,6 +618,11 @@ def module_beside_a_recipe_that_raises(bench: Bench) -> Steps:
 @case("override.py:1: ", "SyntaxError", "expected ':'")
 def recipe_that_is_not_python(bench: Bench) -> Steps:
     yield bench.convert(*bench.override("def configure(model, recipe, sources)\n"))
+
+
+@case("override.py defines no function 'configure'; use FILE:function")
+def recipe_without_configure(bench: Bench) -> Steps:
+    yield bench.convert(*bench.override("def other(model, recipe, sources):\n    pass\n"))
 
 
 @case("override.py:1: ModuleNotFoundError", "nowhere")

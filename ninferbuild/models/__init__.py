@@ -19,12 +19,12 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ninferbuild.models.bulk import collection_paused
-from ninferbuild.models.model import Model, Parameter
+from ninferbuild.models.model import ComponentsError, Model, Parameter
 
 if TYPE_CHECKING:
     from ninferbuild.models.model import Store
 
-__all__ = ["Adapter", "Model", "Parameter", "adapter_for", "build"]
+__all__ = ["Adapter", "ComponentsError", "Model", "Parameter", "adapter_for", "build"]
 
 BUILT_IN = ("ninferbuild.models.qwen3_5",)
 """Adapters of this distribution; they are found whatever the installed metadata says."""

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ninferbuild.sources.logical import LogicalSource
 
 
+class ComponentsError(ValueError):
+    """The selected components are none that the model family has."""
+
+
 class Store(Protocol):
     """What an adapter needs of an opened checkpoint."""
 

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ninferbuild.models.fields import Config
-from ninferbuild.models.model import Model, Store
+from ninferbuild.models.model import ComponentsError, Model, Store
 from ninferbuild.models.qwen3_5.compatibility import Compatibility
 from ninferbuild.models.qwen3_5.config import draft_config, is_moe, text_config, vision_config
 from ninferbuild.models.qwen3_5.draft import add_draft
@@ -40,7 +40,7 @@ def build_model(
     """
     selected = set(components)
     if "text" not in selected or not selected.issubset(COMPONENTS):
-        raise ValueError(
+        raise ComponentsError(
             f"components {', '.join(sorted(selected)) or 'none'}: expected text and any of the supported optional "
             f"components {', '.join(COMPONENTS[1:])}"
         )
