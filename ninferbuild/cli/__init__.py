@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import gc
+import io
 import os
 import sys
 from typing import NoReturn
@@ -17,8 +18,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line with ``args`` (``sys.argv`` if None); the exit code: 0 ok, 1 failed, 2 usage, 3 differs,
     130 interrupted, 143 terminated.
     """
-    from ninferbuild.cli.run import run
-
+    try:
+        from ninferbuild.cli.run import run
+    except KeyboardInterrupt:
+        return _interrupted()
     return run(args)
 
 
@@ -27,8 +30,24 @@ def console() -> NoReturn:
     # A build makes very many objects that live as long as the process, and next to no cycles: looking for those would
     # take longer than planning does, and longer than importing torch.
     gc.disable()
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        _write_any_text()
+        code = main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except KeyboardInterrupt:
+        code = _interrupted()
     # Everything is closed and synced; taking torch apart module by module would only take time.
     os._exit(code)
+
+
+def _write_any_text() -> None:
+    """Let no character that the locale lacks, nor a file name that is not UTF-8, end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _interrupted() -> int:
+    print("error: interrupted", file=sys.stderr, flush=True)
+    return 130

@@ -11,6 +11,7 @@ import click
 from ninferbuild.cli.options import file_option, subcommand
 from ninferbuild.cli.output import Output
 from ninferbuild.errors import DiffersError, UsageError
+from ninferbuild.target_schema import MissingFileError
 
 if TYPE_CHECKING:
     from ninferbuild.diff import Comparison
@@ -62,6 +63,8 @@ def _side(word: str, file: str | None, hash_sources: bool, stack: ExitStack) -> 
         return target_side(load_target(word, targets.path), hash_sources=hash_sources)
     if os.path.exists(word):
         return artifact_side(stack.enter_context(Artifact(word)))
+    if os.sep in word or word.endswith(".ninfer"):
+        raise MissingFileError(f"{word}: no such file or directory")
     what = f"a target of {targets.path} nor an artifact" if targets is not None else "a target nor an artifact"
     raise UsageError(f"{word} is neither {what}")
 

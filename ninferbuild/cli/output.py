@@ -42,11 +42,20 @@ class Output:
 
     def json_line(self, value: Any) -> None:
         """``value`` as JSON on one line."""
-        print(json.dumps(value, ensure_ascii=False), file=self.stdout, flush=True)
+        print(self._json(value), file=self.stdout, flush=True)
 
     def json_document(self, value: Any) -> None:
         """``value`` as JSON with two-space indentation."""
-        print(json.dumps(value, ensure_ascii=False, indent=2), file=self.stdout)
+        print(self._json(value, indent=2), file=self.stdout)
+
+    def _json(self, value: Any, indent: int | None = None) -> str:
+        """JSON in characters that standard output has; escapes of its own would not always be JSON."""
+        text = json.dumps(value, ensure_ascii=False, indent=indent)
+        try:
+            text.encode(self.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            return json.dumps(value, indent=indent)
+        return text
 
     def text(self, line: str = "") -> None:
         """A line of the answer that was asked for."""

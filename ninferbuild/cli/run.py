@@ -34,9 +34,17 @@ COMMANDS = {
 }
 """Command → module of this package that defines ``command``."""
 
+_PRINTING = (__name__, "ninferbuild.cli.output", "ninferbuild.progress", "click.utils", "rich.console")
+
 
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called for."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # click would write a blank line
+            raise click.Abort from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -44,7 +52,10 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"ninferbuild.cli.{COMMANDS[cmd_name]}")
+        try:
+            module = import_module(f"ninferbuild.cli.{COMMANDS[cmd_name]}")
+        except KeyboardInterrupt:
+            raise click.Abort from None
         command = module.command
         assert isinstance(command, click.Command)
         return command
@@ -145,15 +156,32 @@ def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
     except Exception as error:
         if output.verbose:
             traceback.print_exc()
+        if isinstance(error, OSError) and _came_of_printing(error):
+            _discard_stdout()
+            return _fail(f"cannot write to standard output: {one_line(error)}", 1)
         show_error(error)
         return exit_code(error)
     return code if isinstance(code, int) else 0
 
 
 def _unread() -> int:
-    """The reader of our output has gone. Python would complain once more when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """The reader of our output has gone."""
+    _discard_stdout()
     return 1
+
+
+def _came_of_printing(error: OSError) -> bool:
+    """Whether the error of a system call without a file came from a module that does nothing but print."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where = traceback.tb_frame.f_globals.get("__name__") if traceback is not None else None
+    return error.filename is None and where in _PRINTING
+
+
+def _discard_stdout() -> None:
+    """Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_error(error: BaseException) -> None:
@@ -176,7 +204,9 @@ def one_line(error: BaseException) -> str:
     """
     from ninferbuild.user_errors import place_of
 
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, FileNotFoundError) and error.filename is None and _is_astray():
+        message = "the working directory does not exist any more; change to one that does"
+    elif isinstance(error, OSError) and error.strerror:
         files = [str(name) for name in (error.filename, error.filename2) if name is not None]
         message = ": ".join([*files, error.strerror])
     elif isinstance(error, SyntaxError):
@@ -189,6 +219,14 @@ def one_line(error: BaseException) -> str:
         message = f"{type(error).__name__}: {message}"
     place = place_of(error)
     return message if place is None else f"{place}: {message}"
+
+
+def _is_astray() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _fail(message: str, code: int) -> int:
