@@ -135,9 +135,10 @@ def _settings_of_report(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise MissingFileError(f"--from: no such report: {path}") from None
     except ValueError as error:
-        raise UsageError(f"{path}: not a conversion report: {error}") from None
-    if isinstance(report, dict) and isinstance(report.get("target"), dict):
-        return dict(report["target"])
+        raise UsageError(f"--from: {path} is not a conversion report: {error}") from None
+    target = report.get("target") if isinstance(report, dict) else None
+    if isinstance(target, dict) and target.keys() >= {"model", "recipe"}:
+        return dict(target)
     try:
         provenance = report["provenance"]
         paths = {name: source["path"] for name, source in provenance["sources"].items()}
@@ -156,7 +157,8 @@ def _settings_of_report(path: Path) -> dict[str, Any]:
             "rows_per_chunk": None if report["rows_per_chunk"] == ROWS_PER_CHUNK else report["rows_per_chunk"],
         }
     except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: not a conversion report: {error} is missing or malformed") from None
+        what = f"; it has no {error}" if isinstance(error, KeyError) else ""
+        raise UsageError(f"--from: {path} is not a conversion report{what}") from None
     return {key: value for key, value in settings.items() if value}
 
 

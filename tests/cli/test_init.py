@@ -96,9 +96,13 @@ def test_through_a_link(project: Path, run: Any) -> None:
         (("c", *OPTIONS, "--out", "a.ninfer"), ("targets.c.out", "'a'")),
         (("c", "--from", "none.json"), ("--from", "none.json")),
         (("c", "--from", "ninferbuild.toml"), ("ninferbuild.toml", "not a conversion report")),
+        (("c", "--from", "mine.json"), ("--from", "mine.json is not a conversion report; it has no 'provenance'")),
+        (("c", "--from", "list.json"), ("--from", "list.json is not a conversion report")),
     ],
 )
 def test_refused(project: Path, run: Any, args: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    (project / "mine.json").write_text('{"target": {"name": "mine"}}')
+    (project / "list.json").write_text("[1]")
     before = (project / "ninferbuild.toml").read_bytes()
     run("init", *args).failed(2, *parts)
     assert (project / "ninferbuild.toml").read_bytes() == before
