@@ -59,13 +59,14 @@ class View:
             begin, end: only blocks ``[begin, end)`` of the record; all of them unless said otherwise.
 
         Raises:
-            PayloadLostError: a block is missing or differs from its digest. It has been dropped, with the record.
+            PayloadLostError: a block is missing or differs from its digest. It has been dropped, with the record and
+                whatever other blocks of the record are no better.
         """
         if not self._holds_unleased and record.key not in self._store.leased:
             self._hold("readers-unleased")
             self._holds_unleased = True
         for digest, length in record.blocks[begin:end]:
-            self._current = self._read(record.key, digest, length)
+            self._current = self._read(record, digest, length)
             yield self._current
             self._let_go()
 
@@ -77,17 +78,37 @@ class View:
                 pages.drop(current)
                 current.release()
 
-    def _read(self, key: bytes, digest: bytes, length: int) -> memoryview:
+    def _read(self, record: ActionRecord, digest: bytes, length: int) -> memoryview:
+        reason, data = self._checked(digest, length)
+        if data is not None:
+            return data
+        self._store.drop_damaged(record.key, [digest, *self._damaged(record, digest)], reason)
+        raise PayloadLostError(record.key, reason)
+
+    def _damaged(self, record: ActionRecord, known: bytes) -> Iterator[bytes]:
+        """Digests of the damaged blocks of a record besides ``known``.
+
+        Making the action again stores only blocks that are not there, so all that are damaged have to go.
+        """
+        for digest, length in dict(record.blocks).items():
+            if digest == known:
+                continue
+            _, data = self._checked(digest, length)
+            if data is None:
+                yield digest
+            else:
+                pages.drop(data)
+                data.release()
+
+    def _checked(self, digest: bytes, length: int) -> tuple[str, memoryview | None]:
+        """A block, or None and why it cannot be had."""
         try:
             reason, data = self._find(digest)
-            if data is not None:
-                if len(data) == length and block_digest(data) == digest:
-                    return data
-                reason = "a block differs from its digest"
         except CacheError as error:
-            reason = f"its segment cannot be read: {error}"
-        self._store.drop_damaged(key, digest, reason)
-        raise PayloadLostError(key, reason)
+            return f"its segment cannot be read: {error}", None
+        if data is None or (len(data) == length and block_digest(data) == digest):
+            return reason, data
+        return "a block differs from its digest", None
 
     def _find(self, digest: bytes) -> tuple[str, memoryview | None]:
         with self._store.index.read() as transaction:

@@ -288,17 +288,19 @@ class Store:
             with suppress(CacheError), self.write_lock, self.index.write() as transaction:
                 transaction.delete(ACTIONS, key)
 
-    def drop_damaged(self, key: bytes, digest: bytes, reason: str) -> None:
-        """Forget a block that is not what it should be, and the action that needed it."""
+    def drop_damaged(self, key: bytes, digests: Iterable[bytes], reason: str) -> None:
+        """Forget blocks that are not what they should be, and the action that needed them."""
+        dropped = list(digests)
         with self.mutex:
             self.lost.add(key)  # holds also where the rows cannot be removed now
             self.notices.append(f"cached payload {key.hex()} is damaged ({reason}); it is made again")
         if self.read_only:
             return
         with suppress(CacheError), self.write_lock, self.index.write() as transaction:
-            block = transaction.get(tables.BLOCKS, digest, StoredBlock)
-            if transaction.delete(tables.BLOCKS, digest) and block is not None:
-                transaction.add(tables.LIVE_BYTES, -block.length)
+            for digest in dropped:
+                block = transaction.get(tables.BLOCKS, digest, StoredBlock)
+                if transaction.delete(tables.BLOCKS, digest) and block is not None:
+                    transaction.add(tables.LIVE_BYTES, -block.length)
             transaction.delete(ACTIONS, key)
 
     def found_again(self, keys: Iterable[bytes]) -> None:

@@ -328,3 +328,23 @@ def test_a_short_index_that_another_process_holds_open_is_refused(made):
         assert done.stdout.startswith("refused")
         assert "close the programs that use the cache" in done.stdout
         (root / "index/data.mdb").write_bytes(whole)
+
+
+def test_a_lost_block_takes_the_other_damaged_blocks_of_its_action_along(tmp_path, actions):
+    """Making the action again stores what is not there: nothing damaged may be left in its way."""
+    sizes = [SIZE, SIZE, 700, SIZE]
+    with Cache.open(tmp_path / "c") as cache:
+        record = actions.store(cache, 0, sizes)
+    (data,) = (tmp_path / "c").glob("segments/*/data.mdb")
+    descriptor = btree.open_data(data.parent)
+    places = {value.key: value.begin for value in btree.values(descriptor)}
+    os.close(descriptor)
+    assert len(record.blocks) == len(sizes)
+    for index in (1, 3):
+        flip(data, places[record.blocks[index][0]] + 99)
+    with Cache.open(tmp_path / "c") as cache:
+        with pytest.raises(PayloadLostError):
+            actions.payload(cache, record)
+        actions.store(cache, 0, sizes)
+        assert actions.payload(cache, record) == actions.expected(0, sizes)
+        assert cache.verify().problems == ()
