@@ -284,7 +284,8 @@ class Writer:
         free = filesystem.free_bytes(self._store.root)
         if size + self._store.limits.margin_bytes > free:
             raise OutOfSpaceError(
-                f"no space left for the cache {self._store.root}: {free} bytes are free, {size} are to be stored; "
+                f"no space left for the cache {self._store.root}: {free} bytes are free, {size} are to be stored "
+                f"with a reserve of {self._store.limits.margin_bytes}; "
                 "make room (`ninferbuild cache prune --max-size SIZE` may), or choose another disk with "
                 "NINFERBUILD_CACHE or [cache] dir"
             )
