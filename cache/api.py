@@ -225,6 +225,10 @@ class Cache:
             found = load_builds(transaction, target_id)
         return found if limit is None else found[:limit]
 
+    def last_linked(self, target_id: str) -> BuildRecord | None:
+        """The newest build of a target that published files."""
+        return next((build for build in self.builds(target_id) if build.files), None)
+
     def record_build(self, record: BuildRecord) -> None:
         """Add a finished build; a repetition of the last one replaces it. Writes the hits noted so far too."""
         store = self._writable_store

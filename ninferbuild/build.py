@@ -6,7 +6,9 @@ payloads or imports torch, unless a user's own function does.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,8 +20,8 @@ from ninferbuild.job import BuildResult, Job
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.preview import BuildPlan, PlannedAction, parameters, plan
 from ninferbuild.progress import Progress, QuietProgress
-from ninferbuild.publish import recover
-from ninferbuild.session import open_cache, open_session
+from ninferbuild.publish import behind_link, recover
+from ninferbuild.session import CacheInUse, open_cache, open_session
 
 if TYPE_CHECKING:
     from ninferbuild.locked import LockGate
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["BuildPlan", "BuildResult", "PlannedAction", "build", "parameters", "plan"]
 
 ATTEMPTS = 3
-"""How often a build begins with a damaged cache, and makes damaged payloads again, before it gives up."""
+"""How often a build begins with a damaged cache, and makes one damaged payload again, before it gives up."""
 
 
 def build(
@@ -50,7 +52,8 @@ def build(
     Args:
         device: overrides the target's; None with a target that names none takes CUDA where there is one.
         rerun: run every action, whatever is cached.
-        link: write the artifact; otherwise only the cache is filled.
+        link: write the artifact; otherwise only the cache is filled. An output that is a symbolic link stays one: the
+            file that it leads to is written.
         overwrite: replace an output that ninferbuild did not make.
         rehash: read sources again instead of trusting remembered digests.
         keep_going: after a failure, run what does not depend on it; nothing is linked then.
@@ -65,6 +68,7 @@ def build(
             Finished actions are kept, and nothing half-written has the output's name.
     """
     shown: Progress = progress if progress is not None else QuietProgress()
+    target = replace(target, out=behind_link(target.out))
     for attempt in range(ATTEMPTS):
         try:
             return _build(
@@ -110,8 +114,13 @@ def _build(
     cancel = threading.Event()
     with ExitStack() as stack:
         if link:
-            _refuse_early(target, overwrite)
-        cache = stack.enter_context(open_cache(target))
+            linker.require_writable(target.out)
+            recover(target.out)  # finish an interrupted publication first
+        seen = linker.state_of(target.out)
+        in_use = stack.enter_context(CacheInUse())
+        cache = in_use.watch(stack.enter_context(open_cache(target)))
+        if link:  # before anything is encoded
+            linker.refuse_foreign([target.out], overwrite=overwrite, previous=cache.last_linked(target.identity))
         # A cache that cannot be written still serves what it holds.
         writer = None if cache.read_only else stack.enter_context(cache.writer())
         session = stack.enter_context(open_session(target, cache, writer, device, rerun=rerun, rehash=rehash))
@@ -126,7 +135,7 @@ def _build(
             shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")
         if gate is not None:
             gate.before_encoding(session, cache)
-        job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began, gate, linking=link)
+        job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began, gate, linking=link, seen=seen)
         stack.callback(job.close)
         if explain:
             job.explained_execute(Explainer(cache, target.identity, rerun=rerun))
@@ -134,18 +143,12 @@ def _build(
             job.execute()
         if not link:
             return job.finish_unlinked()
-        for attempt in range(ATTEMPTS):
+        losses: Counter[bytes] = Counter()
+        while True:
             try:
                 return job.link(overwrite)
             except PayloadLostError as lost:
-                if attempt == ATTEMPTS - 1:
+                losses[lost.key] += 1
+                if losses[lost.key] == ATTEMPTS:  # making it again does not help
                     raise
                 job.remake(lost)
-        raise AssertionError("unreachable")
-
-
-def _refuse_early(target: Target, overwrite: bool) -> None:
-    """Refuse an output that cannot be written before anything is encoded; finish an interrupted publication first."""
-    linker.require_writable(target.out)
-    recover(target.out)
-    linker.refuse_foreign([target.out], overwrite=overwrite)

@@ -99,6 +99,7 @@ class Job:
         gate: LockGate | None = None,
         *,
         linking: bool = True,
+        seen: linker.FileState | None = None,
     ):
         self.session = session
         self.cache = cache
@@ -111,6 +112,7 @@ class Job:
         self.began = began
         self.gate = gate
         self.linking = linking
+        self.seen = seen  # the entry when the build began
         self.prepared_at = began
         self.executed: set[int] = set()
         self.source_bytes = 0
@@ -311,7 +313,7 @@ class Job:
             contents, records = self._contents or self.session.contents(), self.records()
             digests = linker.payload_digests(contents, records)
             layout = self._lay_out(contents, digests)
-        last = next((build for build in self.cache.builds(target.identity) if build.files), None)
+        last = self.cache.last_linked(target.identity)
         published = last.files if last is not None else ()
         if linker.up_to_date(layout, target.out, published, digests) and (
             self.gate is None or self.gate.holds(layout.paths(target.out))
@@ -333,7 +335,11 @@ class Job:
             accept=accept,
             staging=self._staging,
             previous=last,
+            seen=self.seen,
         )
+        self.seen = linker.state_of(target.out)
+        if written.meanwhile:
+            self.progress.note(f"{target.out}: replaced an output that another process wrote meanwhile")
         if written.refused:
             self.progress.note(
                 f"{written.refused} blocks of the previous artifact are not what it was published with; they were not "

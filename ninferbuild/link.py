@@ -6,7 +6,7 @@ the files, and the artifact id is computed from the directory. Two builds of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 import hashlib
 import json
@@ -14,7 +14,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, MAGIC, PART_MAGIC, SegmentMap, entry_header
+from ninferbuild.artifact.framing import (
+    ARTIFACT_ID_BYTES,
+    HEADER,
+    MAGIC,
+    PART_MAGIC,
+    SegmentMap,
+    entry_header,
+    part_name,
+)
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import (
     ArtifactError,
@@ -32,7 +40,7 @@ from ninferbuild.digest import combine, digest_of
 from ninferbuild.errors import NinferbuildError
 from ninferbuild.payload import PayloadWriter, Placed
 from ninferbuild.publish import StagedFile, publish
-from ninferbuild.report import CONVERTER, is_report, report_path
+from ninferbuild.report import CONVERTER, is_report, report_path, reported_set
 from ninferbuild.target_schema import OptionError
 from ninferbuild.writeback import WriteBehind, stays_cached
 
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
     from ninferbuild.staging import Staging
 
 FREE_SPACE_MARGIN = 16 << 20
+"""Bytes that an output leaves free on its disk."""
 
 
 class FileSizeError(OptionError, ArtifactError):
@@ -187,36 +196,90 @@ def made_here(entry: Path) -> tuple[Path, ...] | None:
     return (entry, *(entry.with_name(str(record.path)) for record in files[1:]))
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A set that was published here.
+
+    Attributes:
+        artifact_id: its id, hexadecimal.
+        files: its files, entry first.
+    """
+
+    artifact_id: str
+    files: tuple[Path, ...]
+
+
+def published_at(entry: Path, previous: BuildRecord | None) -> Iterator[Published]:
+    """What is known to have been published as ``entry``: by the last build of the target, and by the report there."""
+    if previous is not None and previous.files and previous.out == os.path.realpath(entry):
+        yield _published(entry, previous.artifact_id, len(previous.files))
+    reported = reported_set(entry)
+    if reported is not None:
+        yield _published(entry, *reported)
+
+
+def _published(entry: Path, artifact_id: str, files: int) -> Published:
+    parts = [entry.with_name(part_name(entry.name, index)) for index in range(1, files)]
+    return Published(artifact_id, (entry, *parts))
+
+
+def remains_of(entry: Path, candidates: Iterable[Published]) -> tuple[Path, ...] | None:
+    """The files of the published set whose damaged or truncated entry lies at ``entry``; None if there is none.
+
+    That something was published under this name says nothing about what has the name now. What is left has to be of
+    it: nothing at all, a beginning of its header, or a header with its id, whatever became of the rest.
+    """
+    try:
+        if not entry.is_file():
+            return None
+        head = _framing(entry, HEADER.size)
+    except OSError:
+        return None
+    for candidate in candidates:
+        artifact_id = head[HEADER.size - ARTIFACT_ID_BYTES :].hex()
+        if len(head) == HEADER.size:
+            ours = artifact_id == candidate.artifact_id
+        else:
+            ours = MAGIC.startswith(head[: len(MAGIC)]) and candidate.artifact_id.startswith(artifact_id)
+        if ours:
+            return candidate.files
+    return None
+
+
 def _framing(entry: Path, length: int) -> bytes:
     with entry.open("rb") as file:
         return file.read(length)
 
 
-def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Path]:
+def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool, previous: BuildRecord | None = None) -> list[Path]:
     """Check that only files made here would be replaced.
 
     Args:
         layout_paths: files of the new set, entry first.
         overwrite: replace foreign files too.
+        previous: the last build of the target, which tells what is left of its output from a foreign file.
 
     Returns:
         parts of the set that is replaced.
 
     Raises:
-        FileExistsError: a file in the way was not made by ninferbuild.
+        FileExistsError: a file in the way was not made by ninferbuild, as far as can be told.
     """
     entry, report = layout_paths[0], report_path(layout_paths[0])
     old_parts: list[Path] = []
     for path in (entry, report):
         if path.is_dir():
             raise FileExistsError(f"{path} is a directory; choose another output")
-    old = made_here(entry) if os.path.lexists(entry) else None
+    old = None
+    if os.path.lexists(entry):
+        old = made_here(entry) or remains_of(entry, published_at(entry, previous))
     if old is not None:
         old_parts = list(old[1:])
     elif not overwrite:
         if os.path.lexists(entry):
             raise FileExistsError(
-                f"{entry} exists and was not made by ninferbuild; choose another output or give --overwrite"
+                f"{entry} exists and is not an artifact made by ninferbuild (or is damaged); choose another output or "
+                "give --overwrite"
             )
         if os.path.lexists(report) and not is_report(report):
             raise FileExistsError(
@@ -228,9 +291,23 @@ def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Pat
     return [path for path in old_parts if os.path.lexists(path)]
 
 
-def surplus_of(layout_paths: Sequence[Path], *, overwrite: bool) -> list[Path]:
+def surplus_of(layout_paths: Sequence[Path], *, overwrite: bool, previous: BuildRecord | None = None) -> list[Path]:
     """Parts of the set that is replaced which the new set does not have; arguments as :func:`refuse_foreign`."""
-    return [path for path in refuse_foreign(layout_paths, overwrite=overwrite) if path not in layout_paths]
+    replaced = refuse_foreign(layout_paths, overwrite=overwrite, previous=previous)
+    return [path for path in replaced if path not in layout_paths]
+
+
+FileState = tuple[int, int, int, int]
+"""(device, inode, bytes, mtime in nanoseconds): differs after whoever writes a file anew."""
+
+
+def state_of(path: Path) -> FileState | None:
+    """The state of a file; None when there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 FileStat = tuple[str, int, int]
@@ -286,10 +363,12 @@ class Written:
     Attributes:
         cloned: payloads shared with the previous artifact.
         refused: blocks of the previous artifact that were not what it was published with, and were not used.
+        meanwhile: the entry that was replaced is not the one that was there at first: another process wrote it.
     """
 
     cloned: int
     refused: int
+    meanwhile: bool = False
 
 
 def write(
@@ -304,6 +383,7 @@ def write(
     accept: Callable[[Sequence[Path], Sequence[Path]], None] | None = None,
     staging: Staging | None = None,
     previous: BuildRecord | None = None,
+    seen: FileState | None = None,
 ) -> Written:
     """Write and publish the file set.
 
@@ -313,7 +393,9 @@ def write(
         report: the conversion report, published beside the entry.
         accept: called with the complete temporaries and the names they are about to get; when it raises, nothing is
             published.
-        previous: a build whose artifact may have the same payloads; they are cloned where the file system can.
+        previous: a build whose artifact may have the same payloads; they are cloned where the file system can. What
+            is left of it if it was damaged may be replaced.
+        seen: state of the entry at first, None if there was none.
 
     Raises:
         FileExistsError: a foreign file is in the way.
@@ -323,13 +405,20 @@ def write(
     """
     decode_directory(layout.text, entry_name=entry.name)  # what a reader would refuse must not be written
     paths, lengths = layout.paths(entry), layout.lengths()
-    refuse_foreign(paths, overwrite=overwrite)
+    refuse_foreign(paths, overwrite=overwrite, previous=previous)
     entry.parent.mkdir(parents=True, exist_ok=True)
     taken = staging.take(layout, entry) if staging is not None else None
     staged, complete = taken if taken is not None else ([], frozenset())
     reuse = staging.behind if staging is not None and taken is not None else None
     behind = reuse or WriteBehind(keep=stays_cached(sum(lengths)))
     staged_report: StagedFile | None = None
+    found: FileState | None = None
+
+    def surplus() -> list[Path]:
+        nonlocal found
+        found = state_of(entry)
+        return surplus_of(paths, overwrite=overwrite, previous=previous)
+
     try:
         if taken is None:
             require_space(entry.parent, sum(lengths) + len(report or b""))
@@ -343,8 +432,8 @@ def write(
         refused = _write_payload(layout, contents, records, cache, staged, complete, cloned, behind)
         if accept is not None:
             accept([file.path for file in staged], paths)
-        publish(staged, staged_report, lambda: surplus_of(paths, overwrite=overwrite))
-        return Written(len(cloned.whole), refused)
+        publish(staged, staged_report, surplus)
+        return Written(len(cloned.whole), refused, found not in (None, seen))
     finally:
         for file in (*staged, *([staged_report] if staged_report is not None else [])):
             file.discard()
@@ -362,13 +451,14 @@ def require_writable(entry: Path) -> None:
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raises ``NinferbuildError`` when the file system of ``directory`` has not ``needed`` bytes free."""
+    """Raises ``NinferbuildError`` when the file system of ``directory`` has not ``needed`` bytes and a reserve free."""
     from ninferbuild.cache.filesystem import free_bytes
 
     free = free_bytes(directory)
     if free < needed + FREE_SPACE_MARGIN:
         raise NinferbuildError(
-            f"{directory}: {needed} bytes have to be written and {free} are free; make room or choose another place"
+            f"{directory}: {needed} bytes have to be written and {FREE_SPACE_MARGIN} kept in reserve, {free} are free; "
+            "make room or choose another place"
         )
 
 

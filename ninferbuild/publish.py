@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
@@ -135,6 +136,22 @@ class Journal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: list[tuple[str, str]]
     report: tuple[str, str] | None
     surplus: list[str]
+
+
+def behind_link(path: Path) -> Path:
+    """``path``, or where it leads if it is a symbolic link, whether that exists or not.
+
+    Raises:
+        OSError: the link leads round in circles.
+    """
+    if not path.is_symlink():
+        return path
+    real = Path(os.path.realpath(path))
+    if real.is_symlink():
+        raise OSError(
+            errno.ELOOP, "is a symbolic link that leads nowhere; remove it or choose another output", str(path)
+        )
+    return real
 
 
 def journal_of(entry: Path) -> Path:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 import json
+import os
 from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
@@ -42,15 +43,32 @@ class _Report(msgspec.Struct):
 
     provenance: _Provenance
     artifact_id: str = ""
+    output: str = ""
+    files: list[Any] = []
 
 
 def is_report(path: Path, *, artifact_id: str | None = None) -> bool:
     """Whether the file at ``path`` is a report that ninferbuild wrote; of this artifact, if one is given."""
+    report = _read(path)
+    return report is not None and artifact_id in (None, report.artifact_id)
+
+
+def reported_set(entry: Path) -> tuple[str, int] | None:
+    """(artifact id, number of files) of the set that the report beside ``entry`` says was written there; None without
+    such a report."""
+    report = _read(report_path(entry))
+    if report is None or not report.files or os.path.realpath(report.output) != os.path.realpath(entry):
+        return None
+    return report.artifact_id, len(report.files)
+
+
+def _read(path: Path) -> _Report | None:
+    """The report at ``path`` if ninferbuild wrote it."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=_Report)
     except (OSError, msgspec.MsgspecError):
-        return False
-    return report.provenance.converter == CONVERTER and artifact_id in (None, report.artifact_id)
+        return None
+    return report if report.provenance.converter == CONVERTER else None
 
 
 def make_report(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ninferbuild import link as linker
@@ -12,6 +14,7 @@ from ninferbuild.cache import ActionRecord, Cache, Writer
 from ninferbuild.configure import Configured, configured
 from ninferbuild.device import Device
 from ninferbuild.digest import combine
+from ninferbuild.errors import ActionsFailedError, CacheError, PayloadLostError
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryValue
 from ninferbuild.models.bulk import collection_paused
@@ -22,6 +25,42 @@ if TYPE_CHECKING:
     from ninferbuild.method import AuxiliaryKey
     from ninferbuild.plan import Parent
     from ninferbuild.target import Target
+
+
+class CacheInUse:
+    """Watches over a cache: what goes wrong because it was removed is said to be that."""
+
+    def __init__(self) -> None:
+        self._watched: tuple[Path, tuple[int, int]] | None = None
+
+    def watch(self, cache: Cache) -> Cache:
+        """Watch over ``cache`` from now on."""
+        self._watched = cache.path, _identity(cache.path)
+        return cache
+
+    def __enter__(self) -> CacheInUse:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, CacheError | ActionsFailedError | PayloadLostError | OSError) and self._removed():
+            assert self._watched is not None
+            raise CacheError(f"{self._watched[0]}: the cache was removed while it was in use; build again") from error
+
+    def _removed(self) -> bool:
+        if self._watched is None:
+            return False
+        path, identity = self._watched
+        try:
+            return _identity(path) != identity or not (path / "index").is_dir()
+        except FileNotFoundError:
+            return True
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def open_cache(target: Target, *, read_only: bool = False) -> Cache:

@@ -159,11 +159,28 @@ def test_two_builds_of_one_output(made: Scene, tmp_path: Path) -> None:
     for early, late in (("split", "single"), ("single", "split"), ("split", "fewer")):
         slow = first.start_build(late, points=[pausing(Point("ninferbuild.link:publish"), tmp_path / "gate")])
         reached(tmp_path / "gate", slow)
+        before = second.standing()
         assert second.build(early).code == 0
         assert second.standing() == early
         (tmp_path / "gate").unlink()
-        assert slow.wait().code == 0
+        ended = slow.wait()
+        assert ended.code == 0
+        assert ("replaced an output that another process wrote meanwhile" in ended.err) == (before != early)
         first.check_finished(late)
+    assert "meanwhile" not in first.build("single").err
+
+
+def test_a_cache_that_is_removed_in_use(made: Scene, tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "bench", made)
+    slow = bench.start_build("single", points=[pausing(Point(RUN, call=3, settle=True), tmp_path / "gate")])
+    reached(tmp_path / "gate", slow)
+    shutil.rmtree(bench.cache)
+    (tmp_path / "gate").unlink()
+    ended = slow.wait()
+    assert ended.code == 1
+    assert f"{bench.cache}: the cache was removed while it was in use; build again" in ended.err
+    assert bench.standing() == "absent"
+    bench.finish("single", executed=ACTIONS)
 
 
 def test_a_temporary_is_not_taken_for_a_leftover(made: Scene, tmp_path: Path) -> None:

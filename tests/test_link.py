@@ -118,6 +118,7 @@ class Made:
             overwrite=True,
             staging=staging,
             previous=previous,
+            seen=link.state_of(self.entry),
         )
         for path, expected in zip(self.paths, self.expected(), strict=True):
             assert first_difference(path.read_bytes(), expected) is None
@@ -504,5 +505,5 @@ def test_a_header_that_promises_more_than_there_is_makes_a_file_foreign(tmp_path
     path = tmp_path / "m.ninfer"
     path.write_bytes(HEADER.pack(MAGIC, 1 << 62, bytes(16)) + b"{}")
     assert link.made_here(path) is None
-    with pytest.raises(FileExistsError, match="not made by ninferbuild"):
+    with pytest.raises(FileExistsError, match="not an artifact made by ninferbuild"):
         link.refuse_foreign([path], overwrite=False)
