@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ninferbuild.cache import Cache
 from ninferbuild.describe import describe_artifact, recorded_actions
 from ninferbuild.errors import CacheError, UsageError
 from ninferbuild.lock import LockedAction, LockedTarget, lock_path, sums_path, sums_text, update_lock
-from ninferbuild.publish import replace_file
+from ninferbuild.publish import behind_link, replace_file
 from ninferbuild.session import open_cache
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def lock(
         NinferbuildError, ValueError, TypeError, OSError: as :func:`ninferbuild.build.build`; the lock stays as it is.
     """
     path = lock_of(target)
+    target = replace(target, out=behind_link(target.out))  # file names of the lock are those of the files
     build(target, device=device, jobs=jobs, progress=progress)
     content = describe_artifact(target.out, actions_of(target, target.out))
     sums, text = sums_path(target.out), sums_text(content.files).encode()

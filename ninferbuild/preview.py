@@ -18,6 +18,7 @@ from ninferbuild.configure import configured
 from ninferbuild.history import Explainer, Explanation
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.plan import plan_parents, prepare_user_method
+from ninferbuild.publish import behind_link
 from ninferbuild.resolve import State
 from ninferbuild.session import Session, open_cache, open_session
 
@@ -105,6 +106,7 @@ def plan(
     Raises:
         as :func:`build`, as far as nothing has to be encoded to find out.
     """
+    target = replace(target, out=behind_link(target.out))
     with previewed(target, hash_sources=hash_sources, device=device, rehash=rehash) as (session, cache):
         explanations = None
         if explain:

@@ -18,6 +18,7 @@ from ninferbuild.differences import Because, Difference, compare, reasons
 from ninferbuild.errors import UsageError
 from ninferbuild.lock import LockedAction, LockedFile, LockedTarget, locked_target, read_lock
 from ninferbuild.locking import actions_of, cache_of, lock_of
+from ninferbuild.publish import behind_link
 from ninferbuild.target_schema import CacheSettings
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def reference(target: Target, against: Path | None = None) -> Reference:
         path = lock_of(target)
         if path.exists() and (content := read_lock(path).get(target.name)) is not None:
             return Reference(path, content, None)
+    target = replace(target, out=behind_link(target.out))
     if not target.out.exists():
         raise UsageError(
             f"{target.name} is neither locked nor built; build it, lock it, or name an artifact with --against"
@@ -130,7 +132,7 @@ def reproduce(
     directory = Path(tempfile.mkdtemp(prefix="ninferbuild-reproduce-"))
     kept = None
     try:
-        out = directory / target.out.name
+        out = directory / behind_link(target.out).name
         again = replace(
             target,
             out=out,

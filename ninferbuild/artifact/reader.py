@@ -16,10 +16,19 @@ from ninferbuild.artifact.framing import (
     PART_MAGIC,
     SegmentMap,
     entry_header,
+    part_name,
     payload_start,
 )
 from ninferbuild.artifact.objects import ArtifactObject, validate_encoding
 from ninferbuild.artifact.primitives import ArtifactError, check_positive, check_u64
+
+
+def _entry_of_set(path: Path) -> Path:
+    """``path``; where it leads, if it is a symbolic link and the parts lie there and not beside the link."""
+    if not path.is_symlink() or path.with_name(part_name(path.name, 1)).exists():
+        return path
+    real = Path(os.path.realpath(path))
+    return real if real.with_name(part_name(real.name, 1)).exists() else path
 
 
 class Artifact:
@@ -39,7 +48,7 @@ class Artifact:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = _entry_of_set(Path(path))
         self._lock = threading.Lock()
         self._closed = False
         entry = self.path.open("rb")
