@@ -198,6 +198,14 @@ import os, sys
 from pathlib import Path
 from ninferbuild.cache import Cache
 from ninferbuild.errors import CacheError
+with Cache.open(Path(sys.argv[1])) as cache:  # whatever is imported late is imported while it can be
+    record = cache.find(bytes.fromhex(sys.argv[2]), sys.argv[3])
+    with cache.reading() as view:
+        list(map(len, view.blocks(record)))
+try:
+    Cache.open(Path("/proc/nothing"))
+except (CacheError, OSError):
+    pass
 os.setgid(65534); os.setuid(65534)
 with Cache.open(Path(sys.argv[1])) as cache:
     assert cache.read_only
