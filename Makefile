@@ -12,6 +12,7 @@ help: ## list what can be made
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/installed: pyproject.toml ci/constraints.txt
+	@echo "installing into $(VENV); this takes a minute"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint ci/constraints.txt --editable '.[test,lint]'

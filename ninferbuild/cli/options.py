@@ -132,7 +132,7 @@ def convert_options(*, required: bool) -> Decorator:
             "sources",
             metavar="NAME=PATH",
             multiple=True,
-            help="Named source, opened on demand. Repeatable.",
+            help="Named source, opened on demand; one that nothing asks for need not exist. Repeatable.",
         ),
         click.option("--components", metavar="LIST", help="Comma-separated, of text,vision,mtp,dflash,dflash2."),
         click.option(
@@ -157,9 +157,19 @@ def convert_options(*, required: bool) -> Decorator:
         click.option(
             "--device", metavar="DEVICE", help="cpu, cuda (every GPU) or cuda:0,1; default: CUDA if there is one."
         ),
-        click.option("--rows-per-chunk", type=int, metavar="N", help="Rows of a processing block; no effect on bytes."),
+        click.option(
+            "--rows-per-chunk",
+            type=int,
+            metavar="N",
+            help="Rows of a processing block; no effect on the bytes of built-in methods.",
+        ),
         click.option("--max-file-bytes", metavar="SIZE", help="Bound on each file: bytes or 32G; default: one file."),
-        click.option("--workers", type=int, metavar="N", help="CPU workers; no effect on bytes."),
+        click.option(
+            "--workers",
+            type=int,
+            metavar="N",
+            help="Actions that run at a time, unless -j is given; no effect on bytes.",
+        ),
     )
 
 
