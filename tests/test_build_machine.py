@@ -23,6 +23,7 @@ from fixtures.clean_build import Files, clean_build
 from fixtures.micro_recipe import (
     CHOICES,
     GROUPS,
+    LOOKED_AT,
     OBSERVATIONS,
     RULES,
     SOURCES,
@@ -32,10 +33,10 @@ from fixtures.micro_recipe import (
     Options,
     consistent,
 )
-from fixtures.micro_world import TARGETS, World
+from fixtures.micro_world import CLOCK, TARGETS, World
 from hypothesis import HealthCheck, note, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 import pytest
 import xxhash
 
@@ -43,7 +44,6 @@ from ninferbuild import build, plan
 from ninferbuild.build import BuildResult
 from ninferbuild.cache import Cache, Limits, api
 from ninferbuild.errors import NinferbuildError, SourceChangedError
-from ninferbuild.memo import Memo
 from ninferbuild.progress import QuietProgress
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ REFUSALS = (NinferbuildError, ValueError, TypeError, OSError)
 MATRICES = tuple(micro.MATRICES)
 WAYS = ("renamed", "copied", "hard-linked", "symlinked")
 DAMAGES = ("flip", "overwrite", "truncate", "remove")
+POLICIES = ("A16Only", "AllowA8", "AllowA4")
 DIGITS = st.integers(10, 99)
 ROWS = st.tuples(st.integers(0, 31), st.integers(1, 32)).map(lambda pair: (min(pair), max(pair[1], pair[0] + 1)))
 CUSTOM = [choice for choice in CHOICES if choice[1] == "custom"]
@@ -80,7 +81,7 @@ EDITS: dict[type, dict[str, tuple[Any, ...]]] = {
         "group": (st.sampled_from(GROUPS), st.sampled_from(CHOICES)),
         "keep_separate": (st.sampled_from(MATRICES),),
         "share": (st.sampled_from(TWINS),),
-        "set_policy": (st.sampled_from(USED), st.sampled_from(["A16Only", "AllowA8", "AllowA4"])),
+        "set_policy": (st.sampled_from(USED), st.sampled_from(POLICIES)),
         "supply": (st.sampled_from(["divisors", "calibrations"]), st.sampled_from(USED), st.integers(1, 3)),
         "take_from": (
             st.sampled_from([name for name in MATRICES if micro.MATRICES[name][0] == 32]),
@@ -145,7 +146,6 @@ class BuildMachine(RuleBasedStateMachine):
         self.orphans: dict[str, set[str]] = {name: set() for name in TARGETS}
         self.sound = True  # nobody damaged the cache
         self.versions = 0
-        Memo.now_ns = staticmethod(self.world.now_ns)  # type: ignore[method-assign]
 
     def teardown(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -173,7 +173,39 @@ class BuildMachine(RuleBasedStateMachine):
         files.pop(f"{name}.ninfer.conversion.json", None)
         return files
 
+    @initialize(
+        observes=st.sampled_from(list(OBSERVATIONS)),
+        name=st.sampled_from(MATRICES),
+        choice=st.sampled_from(CUSTOM),
+        source=st.sampled_from([None, *SOURCES]),
+    )
+    def begin(self, observes: str, name: str, choice: tuple[str, str], source: str | None) -> None:
+        """Each run has its theme: what the function looks at, and a source that is not the model's."""
+        state = self.world.state
+        state.code = state.code.observe(observes)
+        state.choices = state.choices.assign([name], choice)
+        if source is not None:
+            state.choices = state.choices.take_from("up", source, ("q8_g32_fp16", "grouped_absmax"))
+        self.edited()
+
     # Edits of recipe, code and options
+
+    @rule(value=DIGITS, source=st.booleans())
+    def change_what_matters(self, value: int, source: bool) -> None:
+        """Change what the function looks at now, or what a source is read from."""
+        state = self.world.state
+        if source:
+            state.code = state.code.set("data", value)
+            self.world.overwrite_other(value % 4)
+        elif (constant := LOOKED_AT.get(state.code.observes)) is not None:
+            state.code = state.code.set(constant, value)
+        elif state.code.observes == "the environment":
+            state.shift = value % 10
+        else:
+            state.choices = consistent(
+                state.choices.set_policy("query", POLICIES[value % 3]).give_parameters("down", {"k": value % 4})
+            )
+        self.edited()
 
     @rule(edits=st.lists(edits_of(Choices), min_size=1, max_size=3))
     def edit_recipe(self, edits: list[Edit]) -> None:
@@ -411,23 +443,34 @@ class BuildMachine(RuleBasedStateMachine):
                 problems = cache.verify(repair=work == "repair").problems
                 assert not (self.sound and problems), problems
 
-    @rule(kind=st.sampled_from(DAMAGES), payload=st.booleans(), index=st.integers(0, 40), where=st.integers(0, 2**32))
-    def damage_cache(self, kind: str, payload: bool, index: int, where: int) -> None:
+    @rule(
+        kind=st.sampled_from(DAMAGES),
+        payload=st.booleans(),
+        index=st.integers(0, 40),
+        where=st.integers(0, 2**32),
+        then_build=st.booleans(),
+    )
+    def damage_cache(self, kind: str, payload: bool, index: int, where: int, then_build: bool) -> None:
         """Damage any file of the cache; ``payload`` damages bytes of one that holds payloads."""
         found = self.world.cache.glob("segments/*/data.mdb") if payload else self.world.cache.rglob("*")
         if damage_one(found, "overwrite" if payload else kind, index, where):
             self.sound = False
+            if then_build:
+                self.built(TARGETS[where % 2], jobs=1)
 
     @rule(
         kind=st.sampled_from(DAMAGES),
         name=st.sampled_from(TARGETS),
         index=st.integers(0, 3),
         where=st.integers(0, 2**32),
+        then_build=st.booleans(),
     )
-    def damage_output(self, kind: str, name: str, index: int, where: int) -> None:
+    def damage_output(self, kind: str, name: str, index: int, where: int, then_build: bool) -> None:
         """Damage a file of an artifact, or its report."""
         if damage_one(self.world.outputs(name).glob("*"), kind, index, where):
             self.outputs[name] = None
+            if then_build:
+                self.built(name, jobs=1)
 
 
 def damage_one(paths: Iterable[Path], kind: str, index: int, where: int) -> bool:
@@ -472,9 +515,8 @@ def difference(found: bytes, wanted: bytes) -> str:
 def _micro_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The micro family is registered, segments are small, and nothing waits for a disk."""
     monkeypatch.setattr(api, "Limits", lambda: LIMITS)
-    monkeypatch.setattr(Memo, "now_ns", Memo.now_ns)
     monkeypatch.setenv("MICRO_SHIFT", "0")
-    with micro.registered(tmp_path / "site"):
+    with micro.registered(tmp_path / "site"), CLOCK.in_use():
         yield
 
 
