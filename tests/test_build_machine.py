@@ -61,6 +61,7 @@ REFUSALS = (NinferbuildError, ValueError, TypeError, OSError)
 MATRICES = tuple(micro.MATRICES)
 WAYS = ("renamed", "copied", "hard-linked", "symlinked")
 DAMAGES = ("flip", "overwrite", "truncate", "remove")
+CONSTANTS = ("scale", "gain", "default", "offset", "table", "late", "member", "data", "comment")
 POLICIES = ("A16Only", "AllowA8", "AllowA4")
 DIGITS = st.integers(10, 99)
 ROWS = st.tuples(st.integers(0, 31), st.integers(1, 32)).map(lambda pair: (min(pair), max(pair[1], pair[0] + 1)))
@@ -92,7 +93,7 @@ EDITS: dict[type, dict[str, tuple[Any, ...]]] = {
     },
     Code: {
         "set": (
-            st.sampled_from(["scale", "gain", "default", "offset", "table", "late", "member", "data", "comment"]),
+            st.sampled_from(CONSTANTS),
             DIGITS,
         ),
         "turn": (),
@@ -190,22 +191,29 @@ class BuildMachine(RuleBasedStateMachine):
 
     # Edits of recipe, code and options
 
-    @rule(value=DIGITS, source=st.booleans())
-    def change_what_matters(self, value: int, source: bool) -> None:
-        """Change what the function looks at now, or what a source is read from."""
+    @rule(
+        what=st.sampled_from(["looked at", "source", "scale", "gain", "default", "offset"]),
+        value=DIGITS,
+        then_build=st.sampled_from([None, *TARGETS]),
+    )
+    def change_what_matters(self, what: str, value: int, then_build: str | None) -> None:
+        """Change what the function looks at now, what it computes with, or what a source is read from."""
         state = self.world.state
-        if source:
+        if what == "looked at":
+            what = LOOKED_AT.get(state.code.observes, state.code.observes)
+        if what == "source":
             state.code = state.code.set("data", value)
             self.world.overwrite_other(value % 4)
-        elif (constant := LOOKED_AT.get(state.code.observes)) is not None:
-            state.code = state.code.set(constant, value)
-        elif state.code.observes == "the environment":
+        elif what == "the environment":
             state.shift = value % 10
+        elif what in CONSTANTS:
+            state.code = state.code.set(what, value)
         else:
-            state.choices = consistent(
-                state.choices.set_policy("query", POLICIES[value % 3]).give_parameters("down", {"k": value % 4})
-            )
+            changed = state.choices.set_policy("query", POLICIES[value % 3]).give_parameters("down", {"k": value % 4})
+            state.choices = consistent(changed)
         self.edited()
+        if then_build is not None:
+            self.built(then_build, jobs=1)
 
     @rule(edits=st.lists(edits_of(Choices), min_size=1, max_size=3))
     def edit_recipe(self, edits: list[Edit]) -> None:
