@@ -38,6 +38,7 @@ from hypothesis import HealthCheck, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 import pytest
+import torch
 import xxhash
 
 from ninferbuild import build, plan
@@ -521,11 +522,19 @@ def difference(found: bytes, wanted: bytes) -> str:
 
 @pytest.fixture
 def _micro_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The micro family is registered, segments are small, and nothing waits for a disk."""
+    """The micro family is registered, segments are small, time passes when it is told to, torch computes in one thread.
+
+    Threads of torch would not survive a fork, and are of no use for a few KiB.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(api, "Limits", lambda: LIMITS)
     monkeypatch.setenv("MICRO_SHIFT", "0")
     with micro.registered(tmp_path / "site"), CLOCK.in_use():
         yield
+    monkeypatch.undo()
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("_micro_family")
