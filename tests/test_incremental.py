@@ -495,7 +495,7 @@ def test_exit_codes(bench: Bench, own: Path, run: Callable[..., Finished], monke
     monkeypatch.chdir(bench.root)
     before = bench.log.lines()
     refused = run("build", "-q", "--assign", "text/no_such_thing=bf16")
-    assert (refused.code, refused.out, refused.err.count("\n")) == (1, "", 1)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
     assert "text/no_such_thing" in refused.err
     assert run("build", "-q", "--set", "no_such_key=1").code == 2
     assert run("build", "nothing").code == 2
