@@ -322,7 +322,7 @@ def stats_of(paths: Iterable[Path]) -> tuple[FileStat, ...]:
 def up_to_date(layout: Layout, entry: Path, published: Sequence[FileStat], payload_digests: Sequence[bytes]) -> bool:
     """Whether the files at ``entry`` are already what linking would write.
 
-    Unchanged file times since publication settle it; otherwise the payload is read and its digests are compared.
+    Unchanged file times since publication settle it; otherwise every byte is read and compared or digested.
     """
     wanted = _header(layout) + layout.text
     paths = layout.paths(entry)
@@ -335,14 +335,20 @@ def up_to_date(layout: Layout, entry: Path, published: Sequence[FileStat], paylo
 
 
 def _same_payload(entry: Path, payload_digests: Sequence[bytes]) -> bool:
+    """Whether every byte behind the directory is what it should be: the objects, and the zeros around them."""
+    from ninferbuild.artifact.findings import Findings
+    from ninferbuild.artifact.shards import check_files
     from ninferbuild.verify import object_digest
 
+    findings, end = Findings(), 0
     try:
         with Artifact(entry) as artifact:
-            return all(
-                object_digest(artifact, item.id) == digest
-                for item, digest in zip(artifact.objects, payload_digests, strict=True)
-            )
+            check_files(artifact, findings)
+            for item, digest in zip(artifact.objects, payload_digests, strict=True):
+                if any(artifact.read_range(end, item.offset - end)) or object_digest(artifact, item.id) != digest:
+                    return False
+                end = item.offset + item.bytes
+            return not findings.invalid and not any(artifact.read_range(end, artifact.payload_bytes - end))
     except (ArtifactError, OSError):
         return False
 
