@@ -336,23 +336,25 @@ class Store:
 
     def _stamp_if_alone(self) -> None:
         assert self._use is not None
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        self._end_session()
         if self._use.exclusive(timeout=0):
             stamp(self.index_folder, btree.file_digest)
             for number in self.segments.ids():
                 stamp(self.segments.path(number), btree.tree_digest)
 
+    def _end_session(self) -> None:
+        session, self._session = self._session, None  # whatever happens, it is closed once: its descriptor is reused
+        if session is not None:
+            session.close()
+
     def _release(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-        if getattr(self, "write_lock", None) is not None:
-            self.write_lock.close()
-        if self._use is not None:
-            self._use.close()
-            self._use = None
+        use, self._use = self._use, None
+        with ExitStack() as stack:
+            if use is not None:
+                stack.callback(use.close)
+            if getattr(self, "write_lock", None) is not None:
+                stack.callback(self.write_lock.close)
+            self._end_session()
 
     @contextmanager
     def alone(self) -> Iterator[bool]:

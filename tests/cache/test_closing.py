@@ -72,3 +72,14 @@ def test_interrupted_while_making_the_index(tmp_path: Path, monkeypatch: pytest.
     assert calls
     with Cache.open(tmp_path) as again:
         assert again.stats().actions == 0
+
+
+def test_interrupted_while_the_session_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is closed twice: another file may have got its number meanwhile."""
+    cache = Cache.open(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.close()
+    with Cache.open(tmp_path) as again:
+        assert again.compact().obstacles == ()
