@@ -397,6 +397,7 @@ class BuildMachine(RuleBasedStateMachine):
                 build(self.world.target(name), jobs=jobs, rerun=True, overwrite=self.outputs[name] is None)
         except (*REFUSALS, KeyboardInterrupt, MemoryError) as raised:
             note(f"    {type(raised).__name__}: {raised}")
+            assert getattr(raised, "errno", None) != errno.EBADF, "a descriptor is used that is closed"
         self.interrupted(name, wanted)
 
     @rule(name=st.sampled_from(TARGETS), step=st.integers(0, 120), tensor=st.sampled_from(list(micro.TENSORS)))
@@ -441,13 +442,14 @@ class BuildMachine(RuleBasedStateMachine):
         with Cache.open(self.world.cache) as cache:
             if isinstance(work, dict):
                 result = cache.prune(**work)
-                assert not result.obstacles
+                assert not result.obstacles, result.obstacles
                 assert work["max_size"] is None or work["keep_builds"] or result.live_bytes <= work["max_size"]
             elif isinstance(work, int):
                 keys = sorted(cache.matching(""))
                 assert not keys or cache.remove(keys[work % len(keys)])
             elif work in ("compact", "clear"):
-                assert not getattr(cache, work)().obstacles
+                obstacles = getattr(cache, work)().obstacles
+                assert not obstacles, obstacles
             else:
                 problems = cache.verify(repair=work == "repair").problems
                 assert not (self.sound and problems), problems
