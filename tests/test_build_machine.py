@@ -392,12 +392,14 @@ class BuildMachine(RuleBasedStateMachine):
         def act() -> None:
             raise error
 
+        raised: BaseException | None = None
         try:
             with interruption.at_step(step, act):
                 build(self.world.target(name), jobs=jobs, rerun=True, overwrite=self.outputs[name] is None)
-        except (*REFUSALS, KeyboardInterrupt, MemoryError) as raised:
+        except (*REFUSALS, KeyboardInterrupt, MemoryError) as error_raised:
+            raised = error_raised
             note(f"    {type(raised).__name__}: {raised}")
-            assert getattr(raised, "errno", None) != errno.EBADF, "a descriptor is used that is closed"
+        assert getattr(raised, "errno", None) != errno.EBADF, "a descriptor is used that is closed"
         self.interrupted(name, wanted)
 
     @rule(name=st.sampled_from(TARGETS), step=st.integers(0, 120), tensor=st.sampled_from(list(micro.TENSORS)))
