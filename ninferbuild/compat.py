@@ -33,8 +33,11 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         **_names(
             "ninferbuild.recipes.qwen3_5",
             """qwen3_6_27b qwen3_8_27b qwen3_6_35b_a3b qwen3_6_27b_nvfp4 qwen3_8_27b_nvfp4 qwen3_8_27b_q6
-            qwen3_8_27b_imatrix qwen3_8_27b_nvfp4_nvidia qwen3_8_27b_nvfp4_orcarouter qwen3_6_35b_a3b_nvfp4
-            Q4 Q5 Q6 Q8 FP8""",
+            qwen3_8_27b_imatrix Q4 Q5 Q6 Q8 FP8""",
+        ),
+        **_names(
+            "ninferbuild.recipes.qwen3_5_releases",
+            "qwen3_8_27b_nvfp4_nvidia qwen3_8_27b_nvfp4_orcarouter qwen3_6_35b_a3b_nvfp4",
         ),
         **_names("ninferbuild.recipes", "RECIPES"),
     },

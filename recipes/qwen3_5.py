@@ -25,12 +25,15 @@ LAYERS = "text/layers/"
 GDN_GATES = ("/gdn/a_projection", "/gdn/b_projection")
 """Decay and write gates of the delta net: a few rows each, always BF16."""
 
+ROUTING = ("/moe/router", "/moe/shared_score")
+"""What decides which experts a token goes to: BF16 too."""
+
 _DENSE_Q4 = ("/attention/query", "/attention/key", "/gdn/query", "/gdn/key", "/mlp/gate", "/mlp/up")
 _DENSE_MLP = ("/mlp/gate", "/mlp/up")
-_ROUTING = ("/moe/router", "/moe/shared_score")
 _LATE_EXPERT_LAYERS = frozenset({34, 38, 39})
 _BF16_ATTENTION_LAYERS = range(24)
-_NVFP4_MLP_LAYERS = range(56)
+NVFP4_MLP_LAYERS = range(56)
+"""Layers whose feed-forward the mixed NVFP4 and FP8 releases of Qwen3.8 hold in NVFP4; later ones are FP8."""
 
 
 def require_dense(model: Model) -> None:
@@ -96,7 +99,7 @@ def qwen3_6_35b_a3b(model: Model, recipe: Recipe, sources: Sources) -> None:
     recipe.assign(HEAD, format=Q6, method="grouped_absmax")
 
     def choose(name: str) -> str | None:
-        if name.endswith(GDN_GATES + _ROUTING):
+        if name.endswith(GDN_GATES + ROUTING):
             return None
         if "/moe/experts/" not in name:
             return Q8
@@ -117,7 +120,7 @@ def qwen3_6_27b_nvfp4(model: Model, recipe: Recipe, sources: Sources) -> None:
     _separate_gates(recipe, layers)
     for name in layers:
         if not name.endswith(GDN_GATES) and not _bf16_in_nvfp4_release(name):
-            _import(model, recipe, quantized, name, NVFP4, "AllowA4")
+            import_rows(model, recipe, quantized, name, NVFP4, "AllowA4")
 
 
 def _bf16_in_nvfp4_release(name: str) -> bool:
@@ -139,13 +142,13 @@ def qwen3_8_27b_nvfp4(model: Model, recipe: Recipe, sources: Sources) -> None:
             continue
         if not parameter.projection or name.endswith(GDN_GATES):
             recipe.assign(name, source=model.source(name, quantized))
-        elif "/mlp/" in name and layer_of(name) in _NVFP4_MLP_LAYERS:
-            _import(model, recipe, quantized, name, NVFP4, "AllowA4")
+        elif "/mlp/" in name and layer_of(name) in NVFP4_MLP_LAYERS:
+            import_rows(model, recipe, quantized, name, NVFP4, "AllowA4")
         else:
-            _import(model, recipe, quantized, name, FP8, "AllowA8")
+            import_rows(model, recipe, quantized, name, FP8, "AllowA8")
 
 
-def _import(model: Model, recipe: Recipe, store: Any, name: str, format: str, policy: str) -> None:
+def import_rows(model: Model, recipe: Recipe, store: Any, name: str, format: str, policy: str) -> None:
     """Take the parameter's encoded rows from ``store`` as they are."""
     recipe.assign(
         name,

@@ -71,8 +71,7 @@ DOCUMENTED = {
 """Every name that recipe files of the reference converter may import."""
 
 NOT_YET = {
-    "tools.convert.official_recipes": """qwen3_8_27b_imatrix qwen3_8_27b_nvfp4_nvidia qwen3_8_27b_nvfp4_orcarouter
-        qwen3_6_35b_a3b_nvfp4""",
+    "tools.convert.official_recipes": "qwen3_8_27b_imatrix",
     "tools.convert.methods": "grouped_search",
     "tools.convert.quantization.groupwise": "search_quantize_matrix",
     "tools.convert.sources.gguf_source": DOCUMENTED["tools.convert.sources.gguf_source"],

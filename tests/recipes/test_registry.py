@@ -16,6 +16,9 @@ OFFICIAL = [
     "qwen3_6_27b_nvfp4",
     "qwen3_8_27b_nvfp4",
     "qwen3_8_27b_q6",
+    "qwen3_6_35b_a3b_nvfp4",
+    "qwen3_8_27b_nvfp4_nvidia",
+    "qwen3_8_27b_nvfp4_orcarouter",
 ]
 
 
