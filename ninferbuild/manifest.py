@@ -20,6 +20,7 @@ import xxhash
 from ninferbuild.artifact.layouts import CODEC_VERSIONS
 from ninferbuild.canonical import canonical
 from ninferbuild.sources.description import DECODER_VERSIONS, Description
+from ninferbuild.sources.steps import STEP_VERSIONS
 
 if TYPE_CHECKING:
     from ninferbuild.plan import Parent
@@ -141,7 +142,9 @@ def _described(name: str, described: Description, lines: list[str], slots: list[
     version = DECODER_VERSIONS[described.decoder]
     lines.append(f"{name}: {described.dtype} {_shape(described.shape)} {described.decoder} v{version}")
     for number, step in enumerate(described.steps):
-        lines.append(f"{name}.step.{number}: {canonical(step)}")
+        version = STEP_VERSIONS[step[0]]
+        later = f" v{version}" if version > 1 else ""  # a first version was never written, and lines stay as they were
+        lines.append(f"{name}.step.{number}: {canonical(step)}{later}")
     if described.steps:
         lines.append(f"{name}.stored: {_shape(described.stored_shape)}")
     if described.positions:

@@ -59,8 +59,10 @@ def version_lines(module: str) -> tuple[str, ...] | None:
         return tuple(f"codec {layout} {version}" for layout, version in sorted(CODEC_VERSIONS.items()))
     if is_within(module, "ninferbuild.sources"):
         from ninferbuild.sources.description import DECODER_VERSIONS
+        from ninferbuild.sources.steps import STEP_VERSIONS
 
-        return tuple(f"decoder {name} {version}" for name, version in sorted(DECODER_VERSIONS.items()))
+        decoders = tuple(f"decoder {name} {version}" for name, version in sorted(DECODER_VERSIONS.items()))
+        return (*decoders, *(f"step {name} {version}" for name, version in sorted(STEP_VERSIONS.items())))
     return None
 
 

@@ -7,7 +7,6 @@ decoded. Results lie on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Protocol
@@ -19,6 +18,8 @@ from ninferbuild.sources.description import Description
 from ninferbuild.sources.dtypes import torch_dtype
 from ninferbuild.sources.encoded import EncodedRows
 from ninferbuild.sources.regions import RegionReader
+from ninferbuild.sources.steps import are_elementwise, for_rows
+from ninferbuild.sources.transforms import apply_steps
 
 __all__ = ["DECODERS", "EncodedStream", "ValueStream", "open_encoded", "open_values", "read_encoded", "read_values"]
 
@@ -97,19 +98,18 @@ class _PlainValues:
         return values
 
 
-class _DecodedValues:
-    """Rows are read and decoded in blocks; what a caller leaves of a row waits for the next read."""
+class _RowValues:
+    """Rows are made in blocks; what a caller leaves of a row waits for the next read."""
 
-    def __init__(self, description: Description, observe: PartObserver | None):
+    def __init__(self, description: Description):
         self.dtype = torch_dtype(description.dtype)
-        self._decoder: Decoder = DECODERS[description.decoder](description)
-        self._parts = _PartReaders(description, observe)
-        self._columns = max(1, prod(description.stored_shape[1:]))
+        self._columns = max(1, prod(description.shape[1:]))
         self._left = description.elements
         self._rest = torch.empty(0, dtype=self.dtype)
 
-    def _decode(self, rows: int, out: torch.Tensor) -> None:
-        self._decoder.decode(self._parts.read(rows), out.view(rows, self._columns))
+    def _make(self, rows: int, out: torch.Tensor) -> None:
+        """Write the next ``rows`` rows to ``out``, 1-D."""
+        raise NotImplementedError
 
     def read(self, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
         _require_left(count, self._left)
@@ -120,18 +120,45 @@ class _DecodedValues:
         self._rest = self._rest[done:]
         whole = (count - done) // self._columns
         if whole:
-            self._decode(whole, values[done : done + whole * self._columns])
+            self._make(whole, values[done : done + whole * self._columns])
             done += whole * self._columns
         if done < count:
             row = torch.empty(self._columns, dtype=self.dtype)
-            self._decode(1, row)
+            self._make(1, row)
             values[done:] = row[: count - done]
             self._rest = row[count - done :]
         return values
 
 
+class _DecodedValues(_RowValues):
+    """Stored rows through their decoder."""
+
+    def __init__(self, description: Description, observe: PartObserver | None):
+        super().__init__(description)
+        self._decoder: Decoder = DECODERS[description.decoder](description)
+        self._parts = _PartReaders(description, observe)
+
+    def _make(self, rows: int, out: torch.Tensor) -> None:
+        self._decoder.decode(self._parts.read(rows), out.view(rows, self._columns))
+
+
+class _SteppedRows(_RowValues):
+    """A source whose steps are all local to rows: blocks of rows go through them one after another."""
+
+    def __init__(self, description: Description, observe: PartObserver | None):
+        super().__init__(description)
+        self._steps = description.steps
+        self._name = description.parts[0].name
+        self._stored = open_values(description.stored, observe)
+        self._stored_columns = prod(description.stored_shape[1:])
+
+    def _make(self, rows: int, out: torch.Tensor) -> None:
+        values = self._stored.read(rows * self._stored_columns)
+        out.copy_(apply_steps(values, for_rows(self._steps, rows), self._name))
+
+
 class _TransformedValues:
-    """A source with steps: all of it is read at the first use, transformed, and served from memory."""
+    """A source with a step that needs it whole: all is read at the first use, transformed, and served from memory."""
 
     def __init__(self, description: Description, observe: PartObserver | None):
         self.dtype = torch_dtype(description.dtype)
@@ -150,23 +177,9 @@ class _TransformedValues:
 
 
 def _materialise(description: Description, observe: PartObserver | None) -> torch.Tensor:
-    stored = replace(description, shape=description.stored_shape, steps=())
+    stored = description.stored
     values = open_values(stored, observe).read(stored.elements)
-    for name, shape, argument in description.steps:
-        values = STEPS[name](values.reshape(shape), argument)
-    return values.reshape(-1)
-
-
-def _select(values: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    return torch.cat([values[begin:end] for begin, end in ranges])
-
-
-def _transpose(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    return values.permute(axes).contiguous()
-
-
-STEPS: dict[str, Callable[..., torch.Tensor]] = {"rows": _select, "transpose": _transpose}
-"""Transformation → its implementation on values of the shape that the step starts from."""
+    return apply_steps(values, description.steps, description.parts[0].name)
 
 
 def _require_left(count: int, left: int) -> None:
@@ -195,7 +208,7 @@ class EncodedStream:
 def open_values(description: Description, observe: PartObserver | None = None) -> ValueStream:
     """The decoded values of ``description``, to be read forwards."""
     if description.steps:
-        return _TransformedValues(description, observe)
+        return (_SteppedRows if description.row_local else _TransformedValues)(description, observe)
     if description.decoder == "plain":
         return _PlainValues(description, observe)
     return _DecodedValues(description, observe)
@@ -207,14 +220,14 @@ def open_encoded(description: Description, observe: PartObserver | None = None) 
 
 
 def read_values(description: Description, begin: int, end: int) -> torch.Tensor:
-    """Elements ``[begin, end)`` of the values, 1-D. A source with steps is materialised for each call."""
+    """Elements ``[begin, end)`` of the values, 1-D. A source that steps need whole is materialised for each call."""
     if begin == end:
         return torch.empty(0, dtype=torch_dtype(description.dtype))
-    if description.steps:
+    if not description.row_local:
         return _materialise(description, None)[begin:end]
-    if description.decoder == "plain":
-        return _PlainValues(description.flat_view(begin, (end - begin,)), None).read(end - begin)
-    columns = prod(description.stored_shape[1:])
+    if description.decoder == "plain" and are_elementwise(description.steps):
+        return open_values(description.flat_view(begin, (end - begin,))).read(end - begin)
+    columns = prod(description.shape[1:])
     first, last = begin // columns, -(-end // columns)
     rows = description.select_rows([(first, last)])
     return open_values(rows).read(rows.elements)[begin - first * columns : end - first * columns]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+import struct
 
 from ninferbuild.sources.dtypes import WORD_BYTES
 from ninferbuild.sources.ranges import Concatenation, Range, coalesce
 from ninferbuild.sources.regions import Region
+from ninferbuild.sources.steps import Step, are_elementwise, for_rows, for_shape, gathered, is_row_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class Description:
         parts: regions in consumption order.
         words: scalars and small facts found in the file that the values depend on, as bytes:
             ``(("weight_divisor", b"…"),)``.
-        steps: transformations of the decoded values, in order, each a tuple of a name, the shape it starts from and
-            plain values. A description with steps is materialised whole before it is read.
+        steps: transformations of the decoded values, in order; see :mod:`ninferbuild.sources.steps`. Values stream
+            through steps that are local to rows; a description with any other is materialised whole before it is read.
         encoding: format name of the encoded rows that the source offers, or None.
         stored_shape: shape that the parts hold, before ``steps``; leading axis = rows of the parts.
         positions: where a part has entries of several rows: the rows of the description, as ranges of the rows that
@@ -65,7 +66,7 @@ class Description:
     decoder: str
     parts: tuple[Part, ...]
     words: tuple[tuple[str, bytes], ...] = ()
-    steps: tuple[tuple[Any, ...], ...] = ()
+    steps: tuple[Step, ...] = ()
     encoding: str | None = None
     stored_shape: tuple[int, ...] = ()
     positions: tuple[Range, ...] = ()
@@ -77,6 +78,21 @@ class Description:
             for part in self.parts:
                 if part.rows > 1:
                     object.__setattr__(self, "positions", ((0, self.stored_shape[0]),))
+
+    @property
+    def stored_dtype(self) -> str:
+        """The element type that the decoder gives, before ``steps``."""
+        return next((step[2] for step in self.steps if step[0] == "float32"), self.dtype)
+
+    @property
+    def stored(self) -> Description:
+        """The description without its steps."""
+        return replace(self, shape=self.stored_shape, dtype=self.stored_dtype, steps=())
+
+    @property
+    def row_local(self) -> bool:
+        """Whether each row of the values needs only the same row of the parts."""
+        return all(is_row_local(step) for step in self.steps)
 
     def word(self, name: str) -> bytes | None:
         """The scalar ``name`` found in the file, or None."""
@@ -97,7 +113,7 @@ class Description:
         ranges = coalesce(ranges)
         shape = (sum(end - begin for begin, end in ranges), *self.shape[1:])
         if self.steps:
-            return replace(self, shape=shape, steps=(*self.steps, ("rows", self.shape, ranges)))
+            return self._select_through_steps(ranges, shape)
         positions: tuple[Range, ...] = ()
         parts = []
         for part in self.parts:
@@ -111,6 +127,13 @@ class Description:
             shape, self.dtype, self.decoder, tuple(parts), self.words, (), self.encoding, shape, positions
         )
 
+    def _select_through_steps(self, ranges: tuple[Range, ...], shape: tuple[int, ...]) -> Description:
+        """Rows are selected before steps that are local to rows: then only those rows are read at all."""
+        if not self.row_local:
+            return replace(self, shape=shape, steps=(*self.steps, ("rows", self.shape, ranges)))
+        stored = self.stored.select_rows(ranges)
+        return replace(stored, shape=shape, dtype=self.dtype, steps=for_rows(self.steps, shape[0]))
+
     def transpose(self, axes: tuple[int, ...], shape: tuple[int, ...]) -> Description:
         """The whole source with its axes permuted and then reshaped to ``shape``.
 
@@ -121,23 +144,131 @@ class Description:
             raise ValueError(f"a transposed source of shape {self.shape} cannot have the shape {shape}")
         return replace(self, shape=shape, encoding=None, steps=(*self.steps, ("transpose", self.shape, axes)))
 
-    def flat_view(self, begin: int, shape: tuple[int, ...]) -> Description:
-        """``prod(shape)`` stored words from flat element ``begin``, seen as ``shape``.
+    def reshape(self, shape: tuple[int, ...]) -> Description:
+        """The same values in C order, seen as ``shape``.
 
         Raises:
-            ValueError: the elements lie outside, or the values are not plain stored words.
+            ValueError: ``shape`` has another number of elements.
+        """
+        if shape == self.shape:
+            return self
+        if prod(shape) != self.elements:
+            raise ValueError(f"a source of shape {self.shape} cannot have the shape {shape}")
+        if self.decoder == "plain" and are_elementwise(self.steps):  # stored words can be seen as any shape
+            view = self.stored.flat_view(0, shape)
+            return replace(view, dtype=self.dtype, steps=for_shape(self.steps, shape))
+        return replace(self, shape=shape, encoding=None, steps=(*self.steps, ("reshape", self.shape, shape)))
+
+    def gather(self, axis: int, ranges: Sequence[Range]) -> Description:
+        """The positions ``ranges`` of one axis, in order; repeats are allowed.
+
+        Raises:
+            ValueError: there is no such axis, or a range lies outside.
+        """
+        if not 0 <= axis < len(self.shape):
+            raise ValueError(f"axis {axis} is none of the {len(self.shape)} axes of a source")
+        if axis == 0:
+            return self.select_rows(ranges)
+        ranges = coalesce(ranges)
+        extent = gathered(self.shape[axis], ranges)
+        if ranges == ((0, self.shape[axis]),):
+            return self
+        shape = (*self.shape[:axis], extent, *self.shape[axis + 1 :])
+        return replace(self, shape=shape, encoding=None, steps=(*self.steps, ("gather", self.shape, axis, ranges)))
+
+    def to_float32(self) -> Description:
+        """The values widened to FP32.
+
+        Raises:
+            ValueError: FP32 does not hold every value of the element type.
+        """
+        if self.dtype == "F32":
+            return self
+        if self.dtype not in ("BF16", "F16"):
+            raise ValueError(f"values of type {self.dtype} cannot be widened to FP32")
+        return replace(self, dtype="F32", encoding=None, steps=(*self.steps, ("float32", self.shape, self.dtype)))
+
+    def add(self, constant: float) -> Description:
+        """``x + constant``, rounded to FP32.
+
+        Raises:
+            ValueError: the values are not FP32, or ``constant`` is no FP32 number.
+        """
+        try:
+            exact = struct.unpack("<f", struct.pack("<f", constant))[0] == constant
+        except OverflowError:
+            exact = False
+        if not exact:
+            raise ValueError(f"the constant {constant} is no FP32 number")
+        return self._in_float32("add", float(constant))
+
+    def log_negative(self) -> Description:
+        """``float32(log(-float64(x)))`` of negative values; reading others raises ``ValueError``.
+
+        Raises:
+            ValueError: the values are not FP32.
+        """
+        return self._in_float32("log_negative")
+
+    def _in_float32(self, step: str, *arguments: float) -> Description:
+        if self.dtype != "F32":
+            raise ValueError(f"step {step} requires FP32 values, not {self.dtype}")
+        return replace(self, encoding=None, steps=(*self.steps, (step, self.shape, *arguments)))
+
+    @staticmethod
+    def stack(descriptions: Sequence[Description], axis: int) -> Description:
+        """Sources of one shape, one after another along a new axis ``axis``.
+
+        Raises:
+            ValueError: there are none, they cannot be read as one (see :meth:`stacks_with`), or there is no such axis.
+        """
+        first, *others = descriptions
+        if not all(first.stacks_with(other) for other in others):
+            raise ValueError("stacked sources must have one shape, one stored type and the same steps")
+        if not 0 <= axis <= len(first.shape):
+            raise ValueError(f"a stack of sources of shape {first.shape} has no axis {axis}")
+        shape = (len(descriptions) * first.shape[0], *first.shape[1:])
+        spans = [span for item in descriptions for span in item.parts[0].region.spans]
+        part = replace(first.parts[0], region=Region.of(spans))
+        joined = Description(shape, first.stored_dtype, first.decoder, (part,), first.words)
+        joined = replace(joined, dtype=first.dtype, steps=for_shape(first.steps, shape))
+        joined = joined.reshape((len(descriptions), *first.shape))
+        axes = (*range(1, axis + 1), 0, *range(axis + 1, len(joined.shape)))
+        return joined.transpose(axes, tuple(joined.shape[index] for index in axes)) if axis else joined
+
+    def stacks_with(self, other: Description) -> bool:
+        """Whether both can be read as one sequence of rows."""
+        forms = [(item.shape, item.dtype, item.decoder, item.words, item.steps) for item in (self, other)]
+        whole = all(len(item.parts) == 1 and not item.parts[0].table and item.shape for item in (self, other))
+        return whole and forms[0] == forms[1] and are_elementwise(self.steps)
+
+    def flat_view(self, begin: int, shape: tuple[int, ...]) -> Description:
+        """``prod(shape)`` values from flat element ``begin``, seen as ``shape``.
+
+        Raises:
+            ValueError: the elements lie outside, or values that are not plain stored words are cut within a row of
+                ``shape``.
         """
         end = begin + prod(shape)
-        if self.decoder != "plain" or self.steps:
-            raise ValueError("a flat view requires plain stored values")
         if not 0 <= begin <= end <= self.elements:
             raise ValueError(f"elements [{begin}, {end}) lie outside {self.elements} stored elements")
+        if self.decoder != "plain" or self.steps:
+            return self._rows_view(begin, end, shape)
         word = WORD_BYTES[self.dtype]
         (whole,) = self.parts
         part = Part(
             whole.role, whole.region.select(((begin * word, end * word),)), prod(shape[1:]) * word, 1, whole.name
         )
         return Description(shape, self.dtype, "plain", (part,), self.words, (), None, shape)  # as in `select_rows`
+
+    def _rows_view(self, begin: int, end: int, shape: tuple[int, ...]) -> Description:
+        if (begin, end) == (0, self.elements):
+            return self.reshape(shape)
+        columns = prod(shape[1:])
+        if not columns or begin % columns or self.elements % columns:
+            raise ValueError("a flat view of values that are not plain stored words requires whole rows")
+        rows = self.reshape((self.elements // columns, columns))
+        return rows.select_rows(((begin // columns, end // columns),)).reshape(shape)
 
     @property
     def elements(self) -> int:

@@ -18,6 +18,7 @@ from ninferbuild.recipe import Recipe
 from ninferbuild.rules import BUILT_IN, Rule
 from ninferbuild.sources.description import DECODER_VERSIONS
 from ninferbuild.sources.logical import LogicalSource, array_source, select_rows, transpose_source
+from ninferbuild.sources.steps import STEP_VERSIONS
 
 Manifests = dict[str, str]
 
@@ -140,6 +141,16 @@ def test_the_version_of_a_decoder(
     affected = {role for role, text in reference.items() if f"] {decoder} v1\n" in text}
     assert affected
     monkeypatch.setitem(DECODER_VERSIONS, decoder, 2)
+    assert changed(reference, layer.manifests(tmp_path)) == affected
+
+
+@pytest.mark.parametrize("step", ["rows", "transpose"])
+def test_the_version_of_a_step(
+    layer: Any, reference: Manifests, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    affected = {role for role, text in reference.items() if f'tuple (str "{step}", ' in text}
+    assert affected
+    monkeypatch.setitem(STEP_VERSIONS, step, 2)
     assert changed(reference, layer.manifests(tmp_path)) == affected
 
 

@@ -107,8 +107,9 @@ def test_steps_accumulate_after_a_transposition():
     assert turned.steps == (("transpose", (3, 4), (1, 0)), ("rows", (4, 3), ((1, 4),)))
     assert (turned.shape, turned.stored_shape) == ((3, 3), (3, 4))
     assert turned.parts == described(3).parts
+    assert turned.flat_view(6, (1, 3)).steps[-1] == ("rows", (3, 3), ((2, 3),))
     with pytest.raises(ValueError, match="flat view"):
-        turned.flat_view(0, (1,))
+        turned.flat_view(1, (1, 3))
 
 
 def test_names_are_for_messages_only():
