@@ -65,6 +65,19 @@ class Fp8RowFormat(NumericFormat):
     layout: ClassVar[str] = "row_scale_v1"
 
 
+@dataclass(frozen=True, slots=True)
+class GgufFormat(NumericFormat):
+    """A block type of ggml, kept byte for byte: ``block_elements`` values in ``block_bytes`` bytes.
+
+    ``ggml_type`` is the type's number in a GGUF file. Every bit pattern is legal.
+    """
+
+    ggml_type: int
+    block_elements: int
+    block_bytes: int
+    layout: ClassVar[str] = "gguf_blocks_v1"
+
+
 BF16 = DirectFormat("bf16", 2)
 FP32 = DirectFormat("fp32", 4)
 INT32 = DirectFormat("int32", 4)
@@ -82,6 +95,30 @@ QUANT_FORMATS: dict[str, QuantFormat] = {
 }
 NVFP4_FORMATS: dict[str, Nvfp4Format] = {NVFP4.name: NVFP4}
 FP8_ROW_FORMATS: dict[str, Fp8RowFormat] = {FP8_E4M3FN_ROW_BF16.name: FP8_E4M3FN_ROW_BF16}
+GGUF_FORMATS: dict[str, GgufFormat] = {
+    f.name: f
+    for f in (
+        GgufFormat("gguf_q4_0", 2, 32, 18),
+        GgufFormat("gguf_q5_0", 6, 32, 22),
+        GgufFormat("gguf_q8_0", 8, 32, 34),
+        GgufFormat("gguf_q2_k", 10, 256, 84),
+        GgufFormat("gguf_q3_k", 11, 256, 110),
+        GgufFormat("gguf_q4_k", 12, 256, 144),
+        GgufFormat("gguf_q5_k", 13, 256, 176),
+        GgufFormat("gguf_q6_k", 14, 256, 210),
+        GgufFormat("gguf_iq2_xxs", 16, 256, 66),
+        GgufFormat("gguf_iq2_xs", 17, 256, 74),
+        GgufFormat("gguf_iq3_xxs", 18, 256, 98),
+        GgufFormat("gguf_iq1_s", 19, 256, 50),
+        GgufFormat("gguf_iq4_nl", 20, 32, 18),
+        GgufFormat("gguf_iq3_s", 21, 256, 110),
+        GgufFormat("gguf_iq2_s", 22, 256, 82),
+        GgufFormat("gguf_iq4_xs", 23, 256, 136),
+        GgufFormat("gguf_iq1_m", 29, 256, 56),
+        GgufFormat("gguf_q2_0", 42, 64, 18),
+    )
+}
+GGUF_FORMATS_BY_TYPE: dict[int, GgufFormat] = {f.ggml_type: f for f in GGUF_FORMATS.values()}
 NUMERIC_FORMATS: dict[str, NumericFormat] = {
     **DIRECT_FORMATS,
     **QUANT_FORMATS,

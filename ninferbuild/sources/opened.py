@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,21 @@ def _open_safetensors(name: str, path: Path) -> SafetensorsSource:
     return SafetensorsSource(path)
 
 
-OPENERS: dict[str, Opener] = {}
+def _open_gguf(name: str, path: Path) -> Any:
+    """Names that recipes read blocks from give those, every other name values."""
+    if name in GGUF_BLOCK_SOURCES:
+        from ninferbuild.sources.gguf import GGUFFile
+
+        return GGUFFile(path)
+    values = import_module("ninferbuild.sources.gguf_source")  # needs more than most builds
+
+    return values.GGUFSource(path)
+
+
+GGUF_BLOCK_SOURCES = frozenset(("gguf", "ternary", "ngram"))
+"""Names of sources whose GGUF files are read block by block."""
+
+OPENERS: dict[str, Opener] = {".gguf": _open_gguf}
 """Path suffix, case-sensitive → opener. Everything else is a Safetensors checkpoint."""
 
 

@@ -1,0 +1,40 @@
+"""The tensor types of GGUF files: how many values a block holds and in how many bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ninferbuild.artifact.formats import GGUF_FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """One type: ``id`` is its number in the file; ``format`` the format that keeps its blocks, if there is one."""
+
+    id: int
+    name: str
+    block_values: int
+    block_bytes: int
+    format: str | None = None
+
+
+F32 = GgmlType(0, "F32", 1, 4)
+F16 = GgmlType(1, "F16", 1, 2)
+BF16 = GgmlType(30, "BF16", 1, 2)
+PQ2_0 = GgmlType(142, "PQ2_0", 128, 34)
+PTQ1_0 = GgmlType(143, "PTQ1_0", 128, 28)
+
+DIRECT_TYPES: dict[int, GgmlType] = {t.id: t for t in (F32, F16, BF16)}
+"""Types whose blocks are single values."""
+
+GGML_TYPES: dict[int, GgmlType] = {
+    **DIRECT_TYPES,
+    **{
+        f.ggml_type: GgmlType(
+            f.ggml_type, f.name.removeprefix("gguf_").upper(), f.block_elements, f.block_bytes, f.name
+        )
+        for f in GGUF_FORMATS.values()
+    },
+    **{t.id: t for t in (PQ2_0, PTQ1_0)},
+}
+"""Number in the file → type, for every type that can be read."""
