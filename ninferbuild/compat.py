@@ -59,7 +59,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "tools.convert.methods": {
         **_names(
             "ninferbuild.rules",
-            "cast_direct grouped_absmax fp8_row_maxabs import_encoded grouped_search METHODS",
+            "cast_direct grouped_absmax fp8_row_maxabs import_encoded nvfp4_maxabs grouped_search METHODS",
         ),
         **_names(
             "ninferbuild.method",

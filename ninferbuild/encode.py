@@ -1,7 +1,8 @@
 """Encoding one parent with a built-in method: read, hash, encode, hand over the bytes of each plane.
 
 Every byte of the source is read once, in order, and hashed before the rule sees it: what the key says was encoded is
-what was encoded.
+what was encoded. A rule that surveys its parent is shown it twice, and each time every byte is hashed: the parent's
+whole values must not be kept, and a second read of what was read a moment ago costs less than writing it elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import closing
 from functools import partial
 from math import prod
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from ninferbuild.ahead import ahead
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher, block_digest, combine
-from ninferbuild.errors import Cancelled
-from ninferbuild.lanes import HostLane, Lane
+from ninferbuild.errors import Cancelled, SourceChangedError
+from ninferbuild.lanes import Block, Encode, HostLane, Lane
 from ninferbuild.manifest import declares_content
 from ninferbuild.rules.rule import ErrorFlags, Rule
 from ninferbuild.sources.decoding import EncodedStream, ValueStream, open_encoded, open_values
@@ -303,34 +304,68 @@ def encode(
         advance: told the source bytes of each chunk.
 
     Returns:
-        the digests of the slots of the parent's manifest, and the source bytes read.
+        the digests of the slots of the parent's manifest, and the source bytes read: twice those of the parent for a
+        rule that surveys it.
 
     Raises:
         ValueError: the source holds values that the method refuses.
+        SourceChangedError: the source gave something else when it was read a second time.
         Cancelled: ``cancel`` was set.
     """
     rule, checked, target = parent.rule, parent.checked, parent.request.target
     assert rule is not None
     assert checked is not None
-    reader = InputReader(parent)
-    if reader.encoded:  # rows are rearranged, not computed with: that is not worth the way to a GPU
+    if rule.reads == "encoded":  # rows are rearranged, not computed with: that is not worth the way to a GPU
         lane = HostLane()
     errors = ErrorFlags(lane.device)
-    told = 0
-    blocks = _blocks(parent, reader, lane, _chunks(rule, parent, reader, chunk_bytes))
-    with closing(ahead(blocks, BLOCKS_AHEAD) if _is_large(parent) else blocks) as coming:
-        for first, block in coming:
-            if cancel.is_set():
-                raise Cancelled
-            encoder = partial(
-                rule.encode, target=target, checked=checked, first_row=first, device=lane.device, errors=errors
-            )
-            lane.run(block, encoder, sink.append)
-            advance(reader.source_bytes - told)
-            told = reader.source_bytes
-    lane.finish(sink.append)
+
+    def each_block(work: Callable[[int], Encode]) -> InputReader:
+        reader, told = InputReader(parent), 0
+        blocks = _blocks(parent, reader, lane, _chunks(rule, parent, reader, chunk_bytes))
+        with closing(ahead(blocks, BLOCKS_AHEAD) if _is_large(parent) else blocks) as coming:
+            for first, block in coming:
+                if cancel.is_set():
+                    raise Cancelled
+                lane.run(block, work(first), sink.append)
+                advance(reader.source_bytes - told)
+                told = reader.source_bytes
+        lane.finish(sink.append)
+        return reader
+
+    surveyed = None
+    if rule.surveys:
+        survey = _Survey(rule, lane.device)
+        surveyed = each_block(lambda first: survey)
+        checked = rule.surveyed(checked, survey.seen, errors)
+        errors.raise_if_any()
+    reader = each_block(
+        lambda first: partial(
+            rule.encode, target=target, checked=checked, first_row=first, device=lane.device, errors=errors
+        )
+    )
     errors.raise_if_any()
-    return reader.digests(), reader.source_bytes
+    digests, source_bytes = reader.digests(), reader.source_bytes
+    if surveyed is not None:
+        source_bytes += surveyed.source_bytes
+        if surveyed.digests() != digests:
+            raise SourceChangedError(
+                f"{', '.join(parent.names[:4])}: its source changed while it was read; build again"
+            )
+    return digests, source_bytes
+
+
+class _Survey:
+    """Shows blocks to a surveying rule; they give no planes."""
+
+    def __init__(self, rule: Rule, device: torch.device):
+        self._rule = rule
+        self._device = device
+        self.seen: Any = None
+
+    def __call__(self, block: Block) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            self.seen = self._rule.survey_block(block, self.seen, self._device)
+        return ()
 
 
 def _is_large(parent: Parent) -> bool:

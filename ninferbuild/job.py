@@ -179,7 +179,7 @@ class Job:
 
     def _announce(self, missing: Sequence[Action]) -> None:
         parents = self.session.planned.parents
-        self.progress.start(len(parents), sum(action.source_bytes for action in missing))
+        self.progress.start(len(parents), sum(action.bytes_to_read for action in missing))
         running = set(map(id, missing))
         for index, (parent, action) in enumerate(zip(parents, self.session.action_of(), strict=True), 1):
             if id(action) not in running:

@@ -34,7 +34,8 @@ _VALUES = ("AuxiliaryValue", "EncodedRows")
 
 _RULES_BEHIND = {
     "ninferbuild.rules.groupwise": ("grouped_absmax",),
-    "ninferbuild.rules.fp8_words": ("fp8_row_maxabs",),
+    "ninferbuild.rules.fp8_words": ("fp8_row_maxabs", "nvfp4_maxabs"),
+    "ninferbuild.rules.nvfp4_words": ("nvfp4_maxabs",),
 }
 """Helper module → names of the rules whose arithmetic it is."""
 

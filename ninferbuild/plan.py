@@ -311,7 +311,7 @@ def _target(
     sources = [item.source for item in inputs]
     shape = _parent_shape(choice.format, [source.shape for source in sources], chosen_shape)
     layout = choice.layout or default_layout(choice.format)
-    divisors = _stacked_divisors(choice.format, sources)
+    divisors = _stacked_divisors(choice, sources)
     sizes.require_storable(layout, choice.format, shape, divisors)
     return TensorSpec(identifier, shape, choice.format, layout, divisors)
 
@@ -338,9 +338,13 @@ def _parent_shape(format: str, shapes: Sequence[tuple[int, ...]], chosen: tuple[
     raise ValueError("packed parameters need compatible rows or an explicit parent shape")
 
 
-def _stacked_divisors(format: str, sources: Sequence[LogicalSource]) -> int:
-    """How many FP32 divisors an NVFP4 parent stores: one, or one a source when the sources' known ones differ."""
-    if format != "nvfp4" or len(sources) < 2:
+def _stacked_divisors(choice: Selection, sources: Sequence[LogicalSource]) -> int:
+    """How many FP32 divisors an NVFP4 parent stores: one, or one a source when the sources' known ones differ.
+
+    A built-in method that quantises values anew gives its parent a divisor of its own, whatever the sources had.
+    """
+    rule = rule_of(choice.method)
+    if choice.format != "nvfp4" or len(sources) < 2 or (rule is not None and rule.reads == "values"):
         return 1
     divisors = _divisors(sources)
     if None in divisors or len(divisors) == 1:

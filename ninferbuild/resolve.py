@@ -73,6 +73,12 @@ class Action:
         """Bytes of the stored regions that the action consumes."""
         return sum(region.length for region in self.regions if region is not None)
 
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes that making the payload reads of the stored regions: twice those of a method that surveys them."""
+        rule = self.parent.rule
+        return self.source_bytes * (2 if rule is not None and rule.surveys else 1)
+
     def stored_regions(self) -> list[Region]:
         return [region for region in self.regions if region is not None]
 

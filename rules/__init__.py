@@ -13,6 +13,7 @@ from ninferbuild.rules.cast_direct import cast_direct
 from ninferbuild.rules.fp8_row_maxabs import fp8_row_maxabs
 from ninferbuild.rules.grouped_absmax import grouped_absmax
 from ninferbuild.rules.import_encoded import import_encoded
+from ninferbuild.rules.nvfp4_maxabs import nvfp4_maxabs
 from ninferbuild.rules.registry import MethodTable
 from ninferbuild.rules.rule import ErrorFlags, Rule, RuleCheck
 
@@ -26,10 +27,11 @@ __all__ = [
     "fp8_row_maxabs",
     "grouped_absmax",
     "import_encoded",
+    "nvfp4_maxabs",
     "rule_of",
 ]
 
-BUILT_IN: tuple[Rule, ...] = (cast_direct, grouped_absmax, fp8_row_maxabs, import_encoded)
+BUILT_IN: tuple[Rule, ...] = (cast_direct, grouped_absmax, fp8_row_maxabs, import_encoded, nvfp4_maxabs)
 
 METHODS = MethodTable(BUILT_IN)
 """Method name → method."""

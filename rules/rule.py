@@ -48,11 +48,14 @@ class Rule:
         name: what recipes call the method.
         version: part of every key; it changes when the bytes for any input change.
         reads: what :meth:`encode` takes: decoded values, or codes and scales as they are stored.
+        surveys: the rule has to see the whole parent before it can encode any of it. The parent is then read twice:
+            each block goes to :meth:`survey_block` first, and :meth:`encode` gets what :meth:`surveyed` made of that.
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
     reads: ClassVar[Literal["values", "encoded"]]
+    surveys: ClassVar[bool] = False
 
     @property
     def __name__(self) -> str:
@@ -76,6 +79,19 @@ class Rule:
     def block_rows(self, target: TensorSpec, rows_per_chunk: int) -> int:
         """Rows of one block of an encoded format when about ``rows_per_chunk`` are wanted."""
         return rows_per_chunk
+
+    def survey_block(self, block: Any, seen: Any, device: torch.device) -> Any:
+        """What a surveying rule knows of its parent after one more block. Must not wait for ``device``.
+
+        Args:
+            block: as :meth:`encode` takes it.
+            seen: what the block before gave; None for the first.
+        """
+        raise NotImplementedError
+
+    def surveyed(self, checked: RuleCheck, seen: Any, errors: ErrorFlags) -> RuleCheck:
+        """``checked`` with the state that encoding needs, once every block was surveyed."""
+        raise NotImplementedError
 
     def encode_block(
         self,
@@ -132,6 +148,15 @@ class Rule:
             end = min(begin + step, rows)
             yield begin, request.values(begin * columns, end * columns).reshape(end - begin, columns)
 
+    def survey(
+        self, request: PrepareRequest, checked: RuleCheck, device: torch.device, errors: ErrorFlags
+    ) -> RuleCheck:
+        """Read the parent of a surveying rule once; what :meth:`encode` needs to know of it."""
+        seen = None
+        for _, block in self.blocks(request):
+            seen = self.survey_block(block, seen, device)
+        return self.surveyed(checked, seen, errors)
+
     def __call__(self, request: PrepareRequest) -> PreparedMethod:
         """The method interface: check now, encode through ``TensorOutput`` later."""
         checked = self.check(request)
@@ -141,8 +166,9 @@ class Rule:
 
             device = pick_device(request.device)
             errors = ErrorFlags(device)
+            known = self.survey(request, checked, device, errors) if self.surveys else checked
             for first_row, block in self.blocks(request):
-                planes = self.encode(block, request.target, checked, first_row, device, errors)
+                planes = self.encode(block, request.target, known, first_row, device, errors)
                 output.write_planes(first_row, planes)
             errors.raise_if_any()
 

@@ -161,6 +161,7 @@ def layer_sources(store: SafetensorsSource, around: Surroundings) -> dict[str, t
         "four": (compressed_matrix_source(store, f"{prefix}four", (128, 64), NVFP4), NVFP4, "import_encoded"),
         "stack": (compressed_matrix_source(store, f"{prefix}four", (128, 64), NVFP4), NVFP4, "import_encoded"),
         "ed": (compressed_matrix_source(store, f"{prefix}other", (128, 64), NVFP4), NVFP4, "import_encoded"),
+        "quantised": (compressed_matrix_source(store, f"{prefix}four", (128, 64), NVFP4), NVFP4, "nvfp4_maxabs"),
         "eight": (compressed_matrix_source(store, f"{prefix}eight", (4, 32), FP8), "bf16", "cast_direct"),
         "eight_words": (compressed_matrix_source(store, f"{prefix}eight", (4, 32), FP8), FP8, "import_encoded"),
         "block": (block, "q5_g64_fp16", "grouped_absmax"),

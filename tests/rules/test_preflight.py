@@ -55,7 +55,7 @@ def test_reads_the_first_element_of_an_opaque_source(harness, rule, format) -> N
 
 def test_names() -> None:
     assert {name: method.__name__ for name, method in METHODS.items()} == {
-        name: name for name in ("cast_direct", "grouped_absmax", "fp8_row_maxabs", "import_encoded")
+        name: name for name in ("cast_direct", "grouped_absmax", "fp8_row_maxabs", "import_encoded", "nvfp4_maxabs")
     }
 
 

@@ -34,6 +34,7 @@ PINNED = {
         "fp8_e4m3fn_row_bf16": "497c10ecd6f6bb49c0df21910ff22315",
         "t2_g128_fp16": "3f172216b7610e1b3e6785d323d5e72f",
     },
+    ("nvfp4_maxabs", 1): {"nvfp4": "ff8a00b4c7df5ecddcda1ac44071da15"},
 }
 
 
@@ -46,6 +47,8 @@ def weight() -> torch.Tensor:
 
 
 def values(rule: str, format: str) -> torch.Tensor:
+    if rule == "nvfp4_maxabs":
+        return weight().repeat(7, 1)[2:130, :320]
     if format in ("q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16", "t2_g128_fp16"):
         return weight()[:13]  # larger rows have no binary16 scale
     if rule == "fp8_row_maxabs":
