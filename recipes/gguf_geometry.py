@@ -27,13 +27,11 @@ class Experts:
 
     Attributes:
         count: routed experts of a layer.
-        active: routed experts that a token passes through.
         width: intermediate size of a routed expert.
         shared_width: intermediate size of the expert that every token passes through.
     """
 
     count: int
-    active: int
     width: int
     shared_width: int
 
@@ -48,6 +46,7 @@ class Geometry:
         gdn_dim: columns of a delta-net head.
         taps: length of the causal convolution.
         feed_forward: intermediate size of a dense feed-forward, or its experts.
+        label: what messages call the geometry.
     """
 
     hidden: int
@@ -62,6 +61,7 @@ class Geometry:
     taps: int
     feed_forward: int | Experts
     interval: int = 4
+    label: str = "model's"
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -166,6 +166,7 @@ QWEN_27B = Geometry(
     gdn_dim=128,
     taps=4,
     feed_forward=17408,
+    label="27B dense",
 )
 """Qwen3.5, Qwen3.6 and Qwen3.8 27B."""
 
@@ -180,6 +181,7 @@ QWEN_35B_A3B = Geometry(
     value_heads=32,
     gdn_dim=128,
     taps=4,
-    feed_forward=Experts(count=256, active=8, width=512, shared_width=512),
+    feed_forward=Experts(count=256, width=512, shared_width=512),
+    label="35B-A3B",
 )
 """Qwen3.5 and Qwen3.6 35B-A3B."""
