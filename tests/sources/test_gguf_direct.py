@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ninferbuild.sources.gguf import GGUFFile
-from ninferbuild.sources.gguf_values import describe_direct, direct_source
+from ninferbuild.sources.gguf_direct import describe_direct, direct_source
 
 WORDS = np.array([0x3F80, 0x7FC1, 0x8000, 0xFF81, 0xBF80, 0x0001], "<u2")
 NUMBERS = np.linspace(-2, 3, 24, dtype="<f4").reshape(2, 3, 4)
