@@ -210,7 +210,7 @@ class InputReader:
                     self._hashers.append(reader)
             else:
                 hashers = [BlockHasher() for _ in described.parts]
-                opened = open_encoded if self.encoded else open_values
+                opened = partial(open_encoded, packed=True) if self.encoded else open_values
                 self._streams.append(opened(described, self._part_observer(hashers)))
                 self._hashers += hashers
             self._left.append(item.source.shape[0] if self.encoded else prod(item.source.shape))

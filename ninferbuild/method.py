@@ -6,12 +6,14 @@ write, and returns ``request.job(produce=…, auxiliaries=…)``; ``produce(outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite, prod
 import struct
 from typing import TYPE_CHECKING, Any
+
+from ninferbuild.artifact.layouts import HADAMARD_BLOCK
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,9 @@ AuxiliaryKey = tuple[str, str, str]
 """(parameter, input, role)"""
 
 Method = Callable[["PrepareRequest"], "PreparedMethod"]
+
+_SIGN_WORDS = {1: b"\x80\x3f", -1: b"\x80\xbf"}
+"""Sign → bfloat16 word, little-endian."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,29 @@ class AuxiliaryValue:
         if len(raw) != 4 or not (isfinite(number := struct.unpack("<f", raw)[0]) and number > 0):
             raise ValueError("activation input divisor must be positive finite FP32")
         return cls("fp32", (), raw)
+
+    @classmethod
+    def hadamard_signs(cls, signs: Iterable[int]) -> AuxiliaryValue:
+        """The ``hadamard_signs`` of a matrix that acts on rotated activations: +1 or −1 for each of its columns.
+
+        With ``H`` the normalised Sylvester–Walsh–Hadamard transform of each block of 1024 columns,
+        ``H[i][j] = (-1)**popcount(i & j) / 32``, and ``s`` the signs, such a matrix gives ``y = W · H(s ⊙ x)``; a row
+        ``w`` of it stands for ``s ⊙ H(w)``, since ``H · H = I``.
+
+        Returns:
+            bfloat16 ``[columns]``.
+
+        Raises:
+            ValueError: a value is neither +1 nor −1, or the columns are not whole blocks.
+        """
+        words = []
+        for index, sign in enumerate(signs):
+            if sign not in _SIGN_WORDS:
+                raise ValueError(f"Hadamard signs are +1 or -1; element {index} is {sign!r}")
+            words.append(_SIGN_WORDS[sign])
+        if not words or len(words) % HADAMARD_BLOCK:
+            raise ValueError(f"Hadamard signs come in whole blocks of {HADAMARD_BLOCK}, not {len(words)}")
+        return cls("bf16", (len(words),), b"".join(words))
 
 
 @dataclass(frozen=True, slots=True)

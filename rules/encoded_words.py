@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ninferbuild.artifact.codecs import fp8_row, nvfp4, row_split
-from ninferbuild.artifact.codecs.buffers import require
+from ninferbuild.artifact.codecs.buffers import as_bytes, require
 from ninferbuild.artifact.formats import FP8_E4M3FN_ROW_BF16, NVFP4, T2_G128_FP16
 from ninferbuild.artifact.layouts import SCALE_TILE_ROWS, row_split_geometry
 from ninferbuild.artifact.schema import TensorSpec
@@ -71,7 +71,7 @@ def pack_fp8_rows(
     return fp8_row.pack_rows(codes, scales)
 
 
-def pack_grouped(
+def pack_ternary(
     block: EncodedRows,
     target: TensorSpec,
     divisors: tuple[bytes, ...],
@@ -79,13 +79,17 @@ def pack_grouped(
     device: torch.device,
     errors: ErrorFlags,
 ) -> tuple[torch.Tensor, ...]:
-    """Base, high and scale planes of physical groups."""
+    """Base and scale plane of physical groups."""
     geometry = row_split_geometry(target.format, target.shape)
     group = geometry.padded_columns // geometry.groups
-    require(block.codes, f"{target.format} codes", torch.int8, (None, geometry.groups, group))
+    dtype, words = (torch.uint8, group // 4) if block.packed else (torch.int8, group)
+    require(block.codes, f"{target.format} codes", dtype, (None, geometry.groups, words))
     require(block.scales, f"{target.format} scales", torch.float16, block.codes.shape[:2])
     codes, scales = block.codes.to(device, non_blocking=True), block.scales.to(device, non_blocking=True)
     _note(row_split.word_faults(codes, scales, target.format), errors)
+    _note(row_split.zero_scale_faults(codes, scales, target.format), errors)
+    if block.packed:
+        return as_bytes(codes), as_bytes(scales)
     return row_split.pack_rows(codes, scales, target.format)
 
 
@@ -97,6 +101,6 @@ def _note(faults: WordFaults, errors: ErrorFlags) -> None:
 PACKERS: dict[str, Packer] = {
     NVFP4.name: pack_nvfp4,
     FP8_E4M3FN_ROW_BF16.name: pack_fp8_rows,
-    T2_G128_FP16.name: pack_grouped,
+    T2_G128_FP16.name: pack_ternary,
 }
 """Format name → packer, for the formats of ``import_encoded``."""

@@ -33,6 +33,9 @@ MAX_RANK = 16
 SCALE_TILE_ROWS = 128
 """Rows of one NVFP4 scale tile; row blocks and stacked matrices are whole numbers of tiles."""
 
+HADAMARD_BLOCK = 1024
+"""Columns that one Hadamard transform rotates together."""
+
 
 def align_up(value: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is at least ``value``."""

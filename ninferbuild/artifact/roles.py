@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from ninferbuild.artifact.directory import binding_parts
 from ninferbuild.artifact.findings import Finding, Findings
 from ninferbuild.artifact.formats import DirectFormat, get_format, valid_positive_fp32_word
+from ninferbuild.artifact.layouts import HADAMARD_BLOCK
 from ninferbuild.artifact.objects import TensorObject
 from ninferbuild.artifact.primitives import ArtifactError
 from ninferbuild.artifact.reader import Artifact
-
-HADAMARD_BLOCK = 1024
-"""Columns that one Hadamard transform rotates together."""
 
 
 @dataclass(frozen=True, slots=True)

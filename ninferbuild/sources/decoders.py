@@ -7,7 +7,7 @@ The arithmetic is numpy's, on one thread: actions already run side by side, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch
 from ninferbuild.sources.description import Description
 from ninferbuild.sources.dtypes import torch_dtype
 from ninferbuild.sources.encoded import EncodedRows
+from ninferbuild.sources.ternary_blocks import Pq2, Ptq1
 
 TILE = 1 << 18
 """Elements decoded at a time: a tile of FP32 and its codes stay in the second-level cache."""
@@ -37,6 +38,14 @@ class Decoder(Protocol):
 
     def encoded(self, parts: list[torch.Tensor]) -> EncodedRows:
         """The rows as they are stored. ``ValueError`` on invalid words."""
+
+
+@runtime_checkable
+class PackingDecoder(Decoder, Protocol):
+    """A decoder that gets from the stored bits to those of the target layout without unpacking the codes."""
+
+    def packed(self, parts: list[torch.Tensor]) -> EncodedRows:
+        """What ``encoded`` gives, with packed codes."""
 
 
 def _e4m3fn_table() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -210,5 +219,7 @@ DECODERS: dict[str, Callable[[Description], Decoder]] = {
     "nvfp4": Nvfp4,
     "fp8_row": Fp8Row,
     "fp8_block": Fp8Block,
+    "pq2_0": Pq2,
+    "ptq1_0": Ptq1,
 }
 """Decoder name → implementation; the names are those of ``DECODER_VERSIONS``."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from ninferbuild.sources.decoders import DECODERS, Decoder
+from ninferbuild.sources.decoders import DECODERS, Decoder, PackingDecoder
 from ninferbuild.sources.description import Description
 from ninferbuild.sources.dtypes import torch_dtype
 from ninferbuild.sources.encoded import EncodedRows
@@ -188,12 +188,17 @@ def _require_left(count: int, left: int) -> None:
 
 
 class EncodedStream:
-    """The encoded rows of one source from the first to the last."""
+    """The encoded rows of one source from the first to the last.
 
-    def __init__(self, description: Description, observe: PartObserver | None = None):
+    Args:
+        packed: give packed codes where the decoder can.
+    """
+
+    def __init__(self, description: Description, observe: PartObserver | None = None, *, packed: bool = False):
         if description.encoding is None or description.steps:
             raise ValueError("the source does not provide encoded rows")
-        self._decoder: Decoder = DECODERS[description.decoder](description)
+        decoder: Decoder = DECODERS[description.decoder](description)
+        self._rows = decoder.packed if packed and isinstance(decoder, PackingDecoder) else decoder.encoded
         self._parts = _PartReaders(description, observe)
 
     def read(self, rows: int) -> EncodedRows:
@@ -202,7 +207,7 @@ class EncodedStream:
         Raises:
             ValueError: fewer are left, or words are invalid in the format.
         """
-        return self._decoder.encoded(self._parts.read(rows))
+        return self._rows(self._parts.read(rows))
 
 
 def open_values(description: Description, observe: PartObserver | None = None) -> ValueStream:
@@ -214,9 +219,15 @@ def open_values(description: Description, observe: PartObserver | None = None) -
     return _DecodedValues(description, observe)
 
 
-def open_encoded(description: Description, observe: PartObserver | None = None) -> EncodedStream:
-    """The encoded rows of ``description``, to be read forwards. ``ValueError`` when it offers none."""
-    return EncodedStream(description, observe)
+def open_encoded(
+    description: Description, observe: PartObserver | None = None, *, packed: bool = False
+) -> EncodedStream:
+    """The encoded rows of ``description``, to be read forwards. ``ValueError`` when it offers none.
+
+    Args:
+        packed: give codes in the bit order of the target layout where that is less work.
+    """
+    return EncodedStream(description, observe, packed=packed)
 
 
 def read_values(description: Description, begin: int, end: int) -> torch.Tensor:

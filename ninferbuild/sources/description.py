@@ -305,5 +305,7 @@ DECODER_VERSIONS = {
     "nvfp4": 1,  # E2M1 codes, E4M3FN scales, one FP32 divisor
     "fp8_row": 1,  # E4M3FN codes, one scale a row
     "fp8_block": 1,  # E4M3FN codes, one scale a 128 × 128 block
+    "pq2_0": 1,  # ternary GGUF blocks: two bits a code
+    "ptq1_0": 1,  # ternary GGUF blocks: five codes a byte
 }
 """Decoder → version. A version is part of every key; it changes when the decoded bits change."""

@@ -24,7 +24,8 @@ class EncodedRows:
     ``gguf_*``              uint8 ``[r, row bytes]``       ignored                          None
     ======================= ============================== ================================ ================
 
-    ``packed`` marks codes that are already in the bit order of the target layout.
+    ``packed`` marks codes that are already in the bit order of the target layout: those of ``t2_g128_fp16`` are then
+    uint8 ``[r, Kpad/128, 32]``, the bytes of its base plane.
     """
 
     format: str

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ninferbuild.artifact.codecs import row_split
 from ninferbuild.method import AuxiliaryValue
 from ninferbuild.rules import import_encoded
 from ninferbuild.rules.encoded_words import PACKERS
@@ -231,6 +232,55 @@ def test_ternary_words_are_checked(harness, device, value, scale, message) -> No
     block.codes[1, 0, 3] = value
     block.scales[1, 0] = scale
     with pytest.raises(ValueError, match=message):
+        harness.payload(import_encoded, harness.request(source, T2, device=device))
+
+
+def packed(block: EncodedRows) -> EncodedRows:
+    """The same rows with the bytes of the base plane for codes."""
+    base, _ = row_split.pack_rows(block.codes, block.scales, T2)
+    return replace(block, codes=base.view(*block.scales.shape, 32), packed=True)
+
+
+def test_ternary_codes_that_are_packed_already(harness, device) -> None:
+    source = ternary(5)
+    request = harness.request(source, T2, rows_per_chunk=2, device=device)
+    expected = harness.payload(import_encoded, request)
+    already = replace(source, read_encoded=lambda begin, end: packed(source.read_encoded(begin, end)))
+    assert harness.payload(import_encoded, harness.request(already, T2, rows_per_chunk=3, device=device)) == expected
+
+
+@pytest.mark.parametrize("form", [packed, lambda block: block])
+@pytest.mark.parametrize(
+    ("word", "scale", "message"),
+    [
+        (0x40, 0.0, "codes under a scale of 0 must be 0"),
+        (0x40, -0.0, "scales must not be -0"),
+        (0x00, float("inf"), "scales must be finite"),
+        (0x00, 0.0, None),
+        (0x40, 6e-8, None),
+        (0x40, -0.5, None),
+    ],
+)
+def test_ternary_scales_of_zero_and_beyond(harness, device, form, word, scale, message) -> None:
+    codes = torch.zeros(2, 1, 128, dtype=torch.int8)
+    codes[1, 0, 3] = 1 if word else 0
+    block = form(EncodedRows(T2, codes, torch.tensor([[1.0], [scale]]).half()))
+    source = replace(ternary(2, 128), read_encoded=lambda begin, end: block)
+    request = harness.request(source, T2, device=device)
+    if message is None:
+        assert harness.payload(import_encoded, request)[32:64] == word.to_bytes(1) + bytes(31)
+    else:
+        with pytest.raises(ValueError, match=message):
+            harness.payload(import_encoded, request)
+
+
+@pytest.mark.parametrize("byte", [0x02, 0x08, 0x20, 0x80, 0xA9])
+def test_packed_ternary_codes_are_checked(harness, device, byte) -> None:
+    codes = torch.zeros(1, 1, 32, dtype=torch.uint8)
+    codes[0, 0, 17] = byte
+    block = EncodedRows(T2, codes, torch.ones(1, 1).half(), packed=True)
+    source = replace(ternary(1, 128), read_encoded=lambda begin, end: block)
+    with pytest.raises(ValueError, match=r"codes must be in -1\.\.1"):
         harness.payload(import_encoded, harness.request(source, T2, device=device))
 
 

@@ -29,12 +29,22 @@ PINNED = {
         "BF16": "0e8d44fdd3f774dd858eaf66d4073e43",
         "rows": "35918f6134b338c93722e5b24a9c97c2",
     },
+    ("pq2_0", 1): {"blocks": "9063e256bff44644b3cd3db9e98f14da"},
+    ("ptq1_0", 1): {"blocks": "059cf825f09059cbb819ec8516e18c9d"},
 }
 
 
 def part(data: np.ndarray, row_bytes: int, rows: int = 1) -> Part:
     raw = data.tobytes()
     return Part("data", Region.of([Span(MemoryFile(raw, "fixed"), 0, len(raw))]), row_bytes, rows)
+
+
+def ternary(size: int, scale: int) -> np.ndarray:
+    """260 blocks of ``size`` bytes that hold no pair of set bits; the scale, at byte ``scale``, is finite."""
+    blocks = (np.arange(260 * size) * 73 // 3 % 256).astype(np.uint8).reshape(260, size)
+    blocks &= ~((blocks & blocks >> 1 & 0x55) * 3)
+    blocks[:, scale + 1] = np.arange(260) % 0x7C
+    return blocks
 
 
 def fixed_inputs() -> dict[tuple[str, str], Description]:
@@ -62,6 +72,8 @@ def fixed_inputs() -> dict[tuple[str, str], Description]:
             shape, "F32", "fp8_block", (part(codes, 160), part(short[:4], 4, rows=128)), bf16
         ),
         ("fp8_block", "rows"): block.select_rows([(126, 130), (0, 2)]),
+        ("pq2_0", "blocks"): Description((130, 256), "F32", "pq2_0", (part(ternary(34, 0), 68),)),
+        ("ptq1_0", "blocks"): Description((130, 256), "F32", "ptq1_0", (part(ternary(28, 26), 56),)),
     }
 
 

@@ -106,15 +106,35 @@ def pack_rows(codes: torch.Tensor, scales: torch.Tensor, format: str | QuantForm
 
 
 def word_faults(codes: torch.Tensor, scales: torch.Tensor, format: str | QuantFormat) -> WordFaults:
-    """What makes words illegal: a code outside the format's interval, a scale that is -0, infinite or NaN."""
+    """What makes words illegal: a code outside the format's interval, a scale that is -0, infinite or NaN.
+
+    Args:
+        codes: int8 ``[r, R, G]``; for 2-bit formats also uint8 ``[r, R, G / 4]``, the bytes of the base plane.
+        scales: float16 ``[r, R]``.
+    """
     record = _record(format)
-    low, high = torch.aminmax(codes)
     words = scales.view(torch.int16)
     return (
-        ((low < record.qmin) | (high > record.qmax), f"{record.name} codes must be in {record.qmin}..{record.qmax}"),
+        (_outside(codes, record), f"{record.name} codes must be in {record.qmin}..{record.qmax}"),
         (((words & 0x7C00) == 0x7C00).any(), f"{record.name} scales must be finite"),
         ((words == -0x8000).any(), f"{record.name} scales must not be -0"),
     )
+
+
+def _outside(codes: torch.Tensor, record: QuantFormat) -> torch.Tensor:
+    if codes.dtype == torch.uint8:
+        pairs = _lanes(codes, torch.int64)
+        illegal = pairs & ~(pairs << 1)
+        illegal &= -0x5555_5555_5555_5556  # the upper bit of each pair: set above a clear one, it is the word 2
+        return illegal.any()
+    low, high = torch.aminmax(codes)
+    return (low < record.qmin) | (high > record.qmax)
+
+
+def zero_scale_faults(codes: torch.Tensor, scales: torch.Tensor, format: str | QuantFormat) -> WordFaults:
+    """Codes other than 0 under a scale of 0. Arguments as for :func:`word_faults`."""
+    used = _lanes(codes, torch.int64).view(*scales.shape, -1).ne(0).any(-1)
+    return (((used & (scales == 0)).any(), f"{_record(format).name} codes under a scale of 0 must be 0"),)
 
 
 def encode_rows(
