@@ -74,7 +74,6 @@ NOT_YET = {
     "tools.convert.official_recipes": "qwen3_8_27b_imatrix",
     "tools.convert.methods": "grouped_search",
     "tools.convert.quantization.groupwise": "search_quantize_matrix",
-    "tools.convert.sources.gguf_source": DOCUMENTED["tools.convert.sources.gguf_source"],
     "tools.convert.imatrix": "load",
 }
 """Those that have no counterpart here yet."""
@@ -104,6 +103,29 @@ def test_documented_names_are_there_or_known_to_be_missing(module: str) -> None:
         ("sources.safetensors", "tensor_source", "store name shape *offset *source_shape"),
         ("sources.compressed_tensors", "matrix_source", "store name shape format"),
         ("sources.compressed_tensors", "compressed_matrix_source", "store prefix shape format"),
+        ("sources.gguf_source", "GGUFSource", "path"),
+        ("sources.gguf_source", "HFAliasSource", "source name_map *transforms *shapes *composites"),
+        (
+            "sources.gguf_source",
+            "standard_dense_name_map",
+            "num_hidden_layers *tie_word_embeddings *text_prefix",
+        ),
+        (
+            "sources.gguf_source",
+            "qwen35_linear_attention_name_map",
+            "layer_index *num_k_heads *num_v_heads *head_k_dim *head_v_dim *text_prefix",
+        ),
+        ("sources.gguf_source", "qwen35_mtp_name_map", "gguf_layer_index *hf_prefix"),
+        (
+            "sources.gguf_source",
+            "qwen35_vision_name_map",
+            "num_blocks *hidden_size *in_channels *temporal_patch_size *patch_size *hf_prefix",
+        ),
+        (
+            "sources.gguf_source",
+            "reorder_linear_attention_v_heads",
+            "values shape dim num_row_groups group_size head_dim",
+        ),
         ("model", "Model", "components parameters resources packing_groups token_count special_token_ids"),
         ("model", "Parameter", "name shape source source_factory inputs direct_format residency"),
         (

@@ -52,7 +52,7 @@ def matrix_source(store: Any, name: str, shape: tuple[int, int], format: str | N
     """
     shape = (shape[0], shape[1])
     label = f"{store.path}:{name}"
-    if is_described_store(store):
+    if is_described_store(store, name):
         reader = StoredReader(
             partial(_describe_matrix, store, name, shape, format),
             shape=shape,

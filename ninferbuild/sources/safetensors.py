@@ -275,13 +275,17 @@ def _read_index(path: Path) -> dict[str, Path]:
     return {name: files[file] for name, file in weight_map.items()}
 
 
-def is_described_store(store: object) -> bool:
-    """Whether regions of the store's tensors may be taken in place of calling its ``read_flat``.
+def is_described_store(store: object, name: str) -> bool:
+    """Whether regions of the store's tensor ``name`` may be taken in place of calling its ``read_flat``.
 
-    True for a class that itself defines ``tensor(name) -> Description``. A subclass or wrapper may change what reading
-    gives, so it has to define the method anew; otherwise its values count as unknown until they are read.
+    True for a class that itself defines ``tensor(name) -> Description``, unless its ``describes(name)`` denies it. A
+    subclass or wrapper may change what reading gives, so it has to define the method anew; otherwise its values count
+    as unknown until they are read.
     """
-    return "tensor" in vars(type(store))
+    if "tensor" not in vars(type(store)):
+        return False
+    describes = getattr(store, "describes", None)
+    return describes is None or bool(describes(name))
 
 
 def tensor_source(
@@ -302,7 +306,7 @@ def tensor_source(
     shape = tuple(shape)
     expected = shape if source_shape is None else tuple(source_shape)
     label = f"{store.path}:{name}[{offset}:{offset + prod(shape)}]"
-    if is_described_store(store):
+    if is_described_store(store, name):
         reader = StoredReader(partial(_describe_view, store, name, shape, offset, expected), shape=shape, name=name)
         return LogicalSource(shape, label, reader.read_values)
 
@@ -315,9 +319,9 @@ def tensor_source(
 
 
 def _describe_view(
-    store: SafetensorsSource, name: str, shape: tuple[int, ...], offset: int, expected: tuple[int, ...]
+    store: Any, name: str, shape: tuple[int, ...], offset: int, expected: tuple[int, ...]
 ) -> Description:
-    description = store.tensor(name)
+    description: Description = store.tensor(name)
     _require_shape(store, name, description.shape, expected)
     if offset == 0 and shape == expected:
         return description
