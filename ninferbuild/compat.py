@@ -89,12 +89,13 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         """get_format default_layout DirectFormat QuantFormat Nvfp4Format Fp8RowFormat BF16 FP32 INT32 Q4_G64_FP16
         Q5_G64_FP16 Q6_G64_FP16 Q8_G32_FP16 NVFP4 FP8_E4M3FN_ROW_BF16 DIRECT_FORMATS QUANT_FORMATS NVFP4_FORMATS
         FP8_ROW_FORMATS NUMERIC_FORMATS decode_e2m1_word decode_e4m3fn_word valid_fp8_weight_word
-        valid_fp8_row_scale_word valid_nvfp4_scale_word valid_positive_fp32_word""",
+        valid_fp8_row_scale_word valid_nvfp4_scale_word valid_positive_fp32_word GgufFormat GGUF_FORMATS
+        GGUF_FORMATS_BY_TYPE""",
     ),
     "tools.artifact.layouts": _names(
         "ninferbuild.artifact.layouts",
         """get_layout encoded_size row_split_geometry row_scale_geometry block_scale_geometry align_up LAYOUTS
-        PLANE_ALIGNMENT K_ALIGNMENT""",
+        PLANE_ALIGNMENT K_ALIGNMENT gguf_blocks_geometry""",
     ),
     "tools.artifact.schema": _names(
         "ninferbuild.artifact.schema",

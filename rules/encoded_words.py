@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ninferbuild.artifact.codecs import fp8_row, nvfp4, row_split
+from ninferbuild.artifact.codecs import fp8_row, gguf_blocks, nvfp4, row_split
 from ninferbuild.artifact.codecs.buffers import as_bytes, require
-from ninferbuild.artifact.formats import FP8_E4M3FN_ROW_BF16, NVFP4, T2_G128_FP16
+from ninferbuild.artifact.formats import FP8_E4M3FN_ROW_BF16, GGUF_FORMATS, NVFP4, T2_G128_FP16
 from ninferbuild.artifact.layouts import SCALE_TILE_ROWS, row_split_geometry
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.rules.error_flags import ErrorFlags
@@ -93,6 +93,19 @@ def pack_ternary(
     return row_split.pack_rows(codes, scales, target.format)
 
 
+def pack_blocks(
+    block: EncodedRows,
+    target: TensorSpec,
+    divisors: tuple[bytes, ...],
+    first_row: int,
+    device: torch.device,
+    errors: ErrorFlags,
+) -> tuple[torch.Tensor, ...]:
+    """Rows of ggml blocks as they are; there is nothing to check but their length."""
+    gguf_blocks.require_rows(block.codes, GGUF_FORMATS[target.format], target.shape[1])
+    return gguf_blocks.pack_rows(block.codes.to(device, non_blocking=True))
+
+
 def _note(faults: WordFaults, errors: ErrorFlags) -> None:
     for flag, message in faults:
         errors.note(flag, message)
@@ -102,5 +115,6 @@ PACKERS: dict[str, Packer] = {
     NVFP4.name: pack_nvfp4,
     FP8_E4M3FN_ROW_BF16.name: pack_fp8_rows,
     T2_G128_FP16.name: pack_ternary,
+    **dict.fromkeys(GGUF_FORMATS, pack_blocks),
 }
 """Format name → packer, for the formats of ``import_encoded``."""

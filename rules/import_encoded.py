@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ninferbuild.artifact.formats import (
     FP8_E4M3FN_ROW_BF16,
+    GGUF_FORMATS,
     NVFP4,
     T2_G128_FP16,
     get_format,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ninferbuild.rules.error_flags import ErrorFlags
     from ninferbuild.sources.logical import EncodedRows
 
-IMPORTABLE = (NVFP4.name, FP8_E4M3FN_ROW_BF16.name, T2_G128_FP16.name)
+IMPORTABLE = (NVFP4.name, FP8_E4M3FN_ROW_BF16.name, T2_G128_FP16.name, *GGUF_FORMATS)
 """Formats with encoded rows; each has a packer in :mod:`ninferbuild.rules.encoded_words`."""
 
 DIVISOR_ROLE = "activation_input_divisor"

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from ninferbuild.artifact.formats import NUMERIC_FORMATS, QUANT_FORMATS, QuantFormat, default_layout, get_format
+from ninferbuild.artifact.formats import (
+    GGUF_FORMATS,
+    NUMERIC_FORMATS,
+    QUANT_FORMATS,
+    QuantFormat,
+    default_layout,
+    get_format,
+)
 from ninferbuild.artifact.layouts import planes, row_split_geometry
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.artifact.validity import RULES
@@ -186,6 +193,14 @@ def test_legal_words(tmp_path: Path, format: str, shape: tuple[int, ...], patche
     if format == Q5:  # the third scale stands for two columns, the fourth for none
         data[at(format, shape, 2, 6, b"")[0]] = data[at(format, shape, 2, 7, b"")[0]] = 0
     assert verified(tmp_path, format, shape, data).findings == ()
+
+
+@pytest.mark.parametrize("format", GGUF_FORMATS)
+def test_any_block_is_legal(tmp_path: Path, format: str) -> None:
+    record = GGUF_FORMATS[format]
+    noise = np.random.default_rng(record.ggml_type).integers(0, 256, 5 * 3 * record.block_bytes, np.uint8)
+    noise[: record.block_bytes] = 0xFF  # scales that are NaN
+    assert verified(tmp_path, format, (5, 3 * record.block_elements), bytearray(noise)).findings == ()
 
 
 def test_every_registered_format_has_rules() -> None:

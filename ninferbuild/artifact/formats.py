@@ -119,11 +119,14 @@ GGUF_FORMATS: dict[str, GgufFormat] = {
     )
 }
 GGUF_FORMATS_BY_TYPE: dict[int, GgufFormat] = {f.ggml_type: f for f in GGUF_FORMATS.values()}
+"""Number of the type in a GGUF file → format."""
+
 NUMERIC_FORMATS: dict[str, NumericFormat] = {
     **DIRECT_FORMATS,
     **QUANT_FORMATS,
     **NVFP4_FORMATS,
     **FP8_ROW_FORMATS,
+    **GGUF_FORMATS,
 }
 
 

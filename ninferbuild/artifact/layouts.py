@@ -15,6 +15,7 @@ from typing import TypeVar
 from ninferbuild.artifact.formats import (
     DirectFormat,
     Fp8RowFormat,
+    GgufFormat,
     NumericFormat,
     Nvfp4Format,
     QuantFormat,
@@ -142,7 +143,18 @@ class RowScaleGeometry:
     planes: tuple[Plane, ...]
 
 
-Geometry = ContiguousGeometry | RowSplitGeometry | BlockScaleGeometry | RowScaleGeometry
+@dataclass(frozen=True, slots=True)
+class GgufBlocksGeometry:
+    """``gguf_blocks_v1``: rows of whole blocks, one after another, without padding."""
+
+    rows: int
+    columns: int
+    blocks_per_row: int
+    row_bytes: int
+    planes: tuple[Plane, ...]
+
+
+Geometry = ContiguousGeometry | RowSplitGeometry | BlockScaleGeometry | RowScaleGeometry | GgufBlocksGeometry
 
 
 def contiguous_geometry(format: str | DirectFormat, shape: Sequence[int]) -> ContiguousGeometry:
@@ -218,6 +230,23 @@ def row_scale_geometry(shape: Sequence[int]) -> RowScaleGeometry:
     return RowScaleGeometry(rows, columns, planes[1].offset, planes)
 
 
+def gguf_blocks_geometry(format: str | GgufFormat, shape: Sequence[int]) -> GgufBlocksGeometry:
+    """Geometry of a matrix ``[N, K]`` of ggml blocks.
+
+    Raises:
+        ValueError: another format class, not a matrix of positive dimensions, or rows that end within a block.
+    """
+    record = _typed(format, GgufFormat, GgufFormat.layout)
+    rows, columns = _matrix(shape, GgufFormat.layout)
+    blocks, rest = divmod(columns, record.block_elements)
+    if rest:
+        raise ValueError(
+            f"{record.name} stores blocks of {record.block_elements} values, which do not divide K = {columns}"
+        )
+    row_bytes = blocks * record.block_bytes
+    return GgufBlocksGeometry(rows, columns, blocks, row_bytes, _stack(rows * row_bytes))
+
+
 def _positive_divisors(divisors: int) -> None:
     if not isinstance(divisors, int) or isinstance(divisors, bool) or divisors < 1:
         raise ValueError(f"the number of divisors must be a positive integer, not {divisors!r}")
@@ -259,6 +288,10 @@ def _row_scale(_format: NumericFormat, shape: Sequence[int], _divisors: int) -> 
     return row_scale_geometry(shape)
 
 
+def _gguf_blocks(format: NumericFormat, shape: Sequence[int], _divisors: int) -> Geometry:
+    return gguf_blocks_geometry(_typed(format, GgufFormat, GgufFormat.layout), shape)
+
+
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
@@ -266,6 +299,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout(QuantFormat.layout, QuantFormat, _row_split),
         Layout(Nvfp4Format.layout, Nvfp4Format, _block_scale, stacks=True),
         Layout(Fp8RowFormat.layout, Fp8RowFormat, _row_scale),
+        Layout(GgufFormat.layout, GgufFormat, _gguf_blocks),
     )
 }
 
@@ -301,7 +335,7 @@ def planes(layout: str, format: str, shape: Sequence[int], divisors: int = 1) ->
     """The data planes of an object, in file order.
 
     ``row_split``: base, high (5 and 6 bits only), scale. ``block_scale``: codes, scales, divisors. ``row_scale``:
-    codes, scales. ``contiguous``: one.
+    codes, scales. ``contiguous`` and ``gguf_blocks``: one.
 
     Raises:
         ValueError: as :func:`geometry`.

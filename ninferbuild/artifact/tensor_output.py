@@ -86,7 +86,8 @@ class TensorOutput:
         Args:
             row_begin: the first row. ``nvfp4``: a multiple of 128, as is the number of rows.
             codes, scales: grouped: int8 ``[r, R, G]`` and float16 ``[r, R]``; FP8: uint8 ``[r, K]`` and bfloat16
-                ``[r]``; ``nvfp4``: uint8 ``[r, K / 2]`` and natural uint8 ``[r, K / 16]``.
+                ``[r]``; ``nvfp4``: uint8 ``[r, K / 2]`` and natural uint8 ``[r, K / 16]``; ``gguf_*``: uint8
+                ``[r, row bytes]``, scales are ignored.
             weight_divisor: ``nvfp4`` only: four little-endian bytes, the same for all blocks of a stacked matrix.
 
         Raises:

@@ -15,6 +15,7 @@ from ninferbuild.artifact.findings import Finding, Findings
 from ninferbuild.artifact.formats import (
     DirectFormat,
     Fp8RowFormat,
+    GgufFormat,
     NumericFormat,
     Nvfp4Format,
     QuantFormat,
@@ -361,11 +362,18 @@ class Fp8RowRules(WordRules):
         )
 
 
+class GgufBlockRules(WordRules):
+    """``gguf_blocks_v1``: any bit pattern is legal, scales that are not finite too."""
+
+    names = ("blocks",)
+
+
 RULES: dict[type[NumericFormat], Callable[[TensorObject, Findings], WordRules]] = {
     DirectFormat: WordRules,
     QuantFormat: GroupedRules,
     Nvfp4Format: Nvfp4Rules,
     Fp8RowFormat: Fp8RowRules,
+    GgufFormat: GgufBlockRules,
 }
 
 

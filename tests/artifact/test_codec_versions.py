@@ -14,8 +14,16 @@ import struct
 import pytest
 import torch
 
-from ninferbuild.artifact.codecs import direct, fp8_row, nvfp4, row_split
-from ninferbuild.artifact.formats import NUMERIC_FORMATS, DirectFormat, Fp8RowFormat, Nvfp4Format, QuantFormat
+from ninferbuild.artifact.codecs import direct, fp8_row, gguf_blocks, nvfp4, row_split
+from ninferbuild.artifact.formats import (
+    GGUF_FORMATS,
+    NUMERIC_FORMATS,
+    DirectFormat,
+    Fp8RowFormat,
+    GgufFormat,
+    Nvfp4Format,
+    QuantFormat,
+)
 from ninferbuild.artifact.layouts import CODEC_VERSIONS, align_up
 
 ROWS, COLUMNS = 256, 320
@@ -35,6 +43,26 @@ PINNED = {
     },
     ("block_scale_k16_m128x4_v1", 1): {"nvfp4": "1a1d5c682a98c158d268ac33b5097449"},
     ("row_scale_v1", 1): {"fp8_e4m3fn_row_bf16": "b92a7c49e1f6cc2ba2e01386fef093d2"},
+    ("gguf_blocks_v1", 1): {
+        "gguf_q4_0": "1a3d27030fdb75454b0339492afdffc8",
+        "gguf_q5_0": "483414696d1a9d95ba1964b8432864c2",
+        "gguf_q8_0": "b026c220cd8c20f38bdc5c250a21511a",
+        "gguf_q2_k": "62b00d31516a9c06dde43fa81cfd43dd",
+        "gguf_q3_k": "0aebaa4d213ed42e13cc1590d07d7ccc",
+        "gguf_q4_k": "6f88530700d9209d7bd76b498a91daf1",
+        "gguf_q5_k": "fb565b2dcdb94287c771fbd47d193f7b",
+        "gguf_q6_k": "0f99af6843c5531c28c508a6e3aae39b",
+        "gguf_iq2_xxs": "fbe724b83119ca82fd859b0ddb0e1e26",
+        "gguf_iq2_xs": "b3bd7c5f5955a593568639848df8a454",
+        "gguf_iq3_xxs": "759e04eec5dfe0d3d6798212e683de08",
+        "gguf_iq1_s": "df508055b703d0118dec1ef1aaefdb21",
+        "gguf_iq4_nl": "1a3d27030fdb75454b0339492afdffc8",
+        "gguf_iq3_s": "0aebaa4d213ed42e13cc1590d07d7ccc",
+        "gguf_iq2_s": "a13d3303c3e8aa76f73bc0d890418824",
+        "gguf_iq4_xs": "7b2b97ae94cb6031e6e495ac4f855380",
+        "gguf_iq1_m": "dbed819469e18cf6aa90f7dfe7dbe54e",
+        "gguf_q2_0": "1a3d27030fdb75454b0339492afdffc8",
+    },
 }
 
 
@@ -66,11 +94,18 @@ def fp8_bytes(name: str) -> bytes:
     return fp8_row.encode_fp8_row_scaled(codes, (noise(ROWS) + 1).bfloat16(), (ROWS, COLUMNS))
 
 
+def gguf_bytes(name: str) -> bytes:
+    format = GGUF_FORMATS[name]
+    rows = noise(ROWS, 3 * format.block_bytes).to(torch.uint8)
+    return gguf_blocks.encode_gguf_blocks(rows, name, (ROWS, 3 * format.block_elements))
+
+
 ENCODERS: dict[type, Callable[[str], bytes]] = {
     DirectFormat: direct_bytes,
     QuantFormat: grouped_bytes,
     Nvfp4Format: nvfp4_bytes,
     Fp8RowFormat: fp8_bytes,
+    GgufFormat: gguf_bytes,
 }
 
 

@@ -12,6 +12,28 @@ import pytest
 
 from ninferbuild.artifact import formats, layouts
 
+GGUF = {
+    "gguf_q4_0": (2, 32, 18),
+    "gguf_q5_0": (6, 32, 22),
+    "gguf_q8_0": (8, 32, 34),
+    "gguf_q2_k": (10, 256, 84),
+    "gguf_q3_k": (11, 256, 110),
+    "gguf_q4_k": (12, 256, 144),
+    "gguf_q5_k": (13, 256, 176),
+    "gguf_q6_k": (14, 256, 210),
+    "gguf_iq2_xxs": (16, 256, 66),
+    "gguf_iq2_xs": (17, 256, 74),
+    "gguf_iq3_xxs": (18, 256, 98),
+    "gguf_iq1_s": (19, 256, 50),
+    "gguf_iq4_nl": (20, 32, 18),
+    "gguf_iq3_s": (21, 256, 110),
+    "gguf_iq2_s": (22, 256, 82),
+    "gguf_iq4_xs": (23, 256, 136),
+    "gguf_iq1_m": (29, 256, 56),
+    "gguf_q2_0": (42, 64, 18),
+}
+"""Name → (ggml type, values of a block, bytes of a block)."""
+
 NAMES = {
     "bf16": "contiguous_le_v1",
     "fp32": "contiguous_le_v1",
@@ -23,6 +45,7 @@ NAMES = {
     "t2_g128_fp16": "row_split_k128_v1",
     "nvfp4": "block_scale_k16_m128x4_v1",
     "fp8_e4m3fn_row_bf16": "row_scale_v1",
+    **dict.fromkeys(GGUF, "gguf_blocks_v1"),
 }
 
 
@@ -42,10 +65,10 @@ def test_other_format_names_are_refused(name):
 @pytest.mark.parametrize("layout", [*layouts.LAYOUTS, "raw_bytes_v1", "row_split_panel4_v1"])
 def test_a_format_belongs_to_one_layout(name, layout):
     if layout == NAMES[name]:
-        assert layouts.encoded_size(layout, name, (128, 64)) > 0
+        assert layouts.encoded_size(layout, name, (128, 256)) > 0
     else:
         with pytest.raises(ValueError, match=layout):
-            layouts.encoded_size(layout, name, (128, 64))
+            layouts.encoded_size(layout, name, (128, 256))
 
 
 def test_unknown_names_are_in_the_message():
@@ -67,6 +90,10 @@ def test_unknown_names_are_in_the_message():
         ("q4_g64_fp16", (True, 8)),
         ("q4_g64_fp16", (8, -1)),
         ("q4_g64_fp16", (8, 2.0)),
+        ("gguf_q4_k", (8, 128)),
+        ("gguf_q8_0", (64,)),
+        ("gguf_q8_0", (2, 2, 64)),
+        ("gguf_q8_0", (0, 64)),
         ("bf16", (1, 0)),
         ("bf16", (True,)),
         ("bf16", (1,) * 17),
@@ -102,10 +129,41 @@ def test_ranks_of_direct_formats():
         ("fp8_e4m3fn_row_bf16", (1, 1), 258),
         ("nvfp4", (14336, 5120), 41287684),
         ("nvfp4", (384, 192), 41476),
+        ("gguf_iq3_s", (248320, 5120), 546304000),
+        ("gguf_q4_k", (34816, 5120), 100270080),
+        ("gguf_q8_0", (5120, 10240), 55705600),
+        ("gguf_q2_0", (5120, 17408), 25067520),
+        ("gguf_q6_k", (14336, 5120), 60211200),
+        ("gguf_iq1_m", (512, 2048), 229376),
+        ("gguf_q4_k", (3, 512), 864),
+        ("gguf_q8_0", (3, 512), 1632),
+        ("gguf_q2_0", (3, 512), 432),
     ],
 )
 def test_encoded_sizes(name, shape, size):
     assert layouts.encoded_size(NAMES[name], name, shape) == size
+
+
+def test_block_formats():
+    found = {f.name: (f.ggml_type, f.block_elements, f.block_bytes) for f in formats.GGUF_FORMATS.values()}
+    assert found == GGUF
+    assert {kind: f.name for kind, f in formats.GGUF_FORMATS_BY_TYPE.items()} == {
+        kind: name for name, (kind, _, _) in GGUF.items()
+    }
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_geometry_of_blocks(name):
+    _, values, size = GGUF[name]
+    geometry = layouts.geometry("gguf_blocks_v1", name, (3, 4 * values))
+    assert geometry == layouts.gguf_blocks_geometry(name, (3, 4 * values))
+    assert (geometry.blocks_per_row, geometry.row_bytes) == (4, 4 * size)
+    assert geometry.planes == (layouts.Plane(0, 12 * size, 12 * size),)
+    assert layouts.get_layout("gguf_blocks_v1").alignment == 256
+    with pytest.raises(ValueError, match="one divisor"):
+        layouts.geometry("gguf_blocks_v1", name, (4, values), 2)
+    with pytest.raises(ValueError, match=f"{name} stores blocks of {values} values.* K = {values + 16}"):
+        layouts.gguf_blocks_geometry(name, (3, values + 16))
 
 
 def test_offsets_of_planes():
@@ -142,6 +200,8 @@ def test_stacked_divisors():
 def test_planes_cover_the_object(name, rows, columns):
     if name == "nvfp4":
         rows, columns = rows * 128, columns * 64
+    elif name in GGUF:
+        columns *= GGUF[name][1]
     planes = layouts.planes(NAMES[name], name, (rows, columns))
     size = layouts.encoded_size(NAMES[name], name, (rows, columns))
     assert sum(plane.extent for plane in planes) == size

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ninferbuild.artifact.codecs import direct, fp8_row, nvfp4, row_split
-from ninferbuild.artifact.formats import QUANT_FORMATS, default_layout
+from ninferbuild.artifact.codecs import direct, fp8_row, gguf_blocks, nvfp4, row_split
+from ninferbuild.artifact.formats import GGUF_FORMATS, QUANT_FORMATS, default_layout
 from ninferbuild.artifact.schema import ArtifactError, ResourceSpec, TensorSpec
 from ninferbuild.artifact.tensor_output import TensorOutput
 
@@ -42,6 +42,34 @@ class TestCodes:
             planes.write_planes(begin, fp8_row.pack_rows(codes[begin:end], scales[begin:end]))
         expected = fp8_row.encode_fp8_row_scaled(codes, scales, (4, 100))
         assert out.writer.payload() == planes.writer.payload() == expected
+
+    @pytest.mark.parametrize("blocks", [[(3, 4), (0, 2), (2, 3)], [(0, 4)]])
+    @pytest.mark.parametrize("name", GGUF_FORMATS)
+    def test_any_row_partition_of_blocks(self, name, blocks):
+        record = GGUF_FORMATS[name]
+        rows = torch.arange(4 * 2 * record.block_bytes).mul(37).to(torch.uint8).reshape(4, -1)
+        shape = (4, 2 * record.block_elements)
+        out, planes = output(name, shape), output(name, shape)
+        for begin, end in blocks:
+            out.write_codes(begin, rows[begin:end], torch.empty(0, dtype=torch.float16))
+            planes.write_planes(begin, gguf_blocks.pack_rows(rows[begin:end]))
+        expected = gguf_blocks.encode_gguf_blocks(rows, name, shape)
+        assert out.writer.payload() == planes.writer.payload() == expected == rows.numpy().tobytes()
+        assert torch.equal(gguf_blocks.decode_gguf_blocks(expected, name, shape), rows)
+
+    def test_rows_of_blocks_have_one_type_and_length(self):
+        out, empty = output("gguf_q4_k", (4, 512)), torch.empty(0, dtype=torch.float16)
+        for wrong in (torch.zeros(2, 287, dtype=torch.uint8), torch.zeros(2, 288, dtype=torch.int8)):
+            with pytest.raises(ValueError, match=r"\[rows, 288\], not torch\.u?int8 \[2, 28[78]\]"):
+                out.write_codes(0, wrong, empty)
+        rows = torch.zeros(2, 288, dtype=torch.uint8)
+        for first in (-1, 3, 4):
+            with pytest.raises(ValueError, match=r"invalid encoded row origin|exceed"):
+                out.write_codes(first, rows, empty)
+        with pytest.raises(ValueError, match="2 rows of blocks for a matrix of 3 rows"):
+            gguf_blocks.encode_gguf_blocks(rows, "gguf_q4_k", (3, 512))
+        with pytest.raises(TypeError, match="write_codes"):
+            out.write_values(0, rows)
 
     @pytest.mark.parametrize("divisors", [1, 3])
     @pytest.mark.parametrize("blocks", [[(0, 128), (128, 256), (256, 384)], [(256, 384), (0, 128), (128, 256)]])

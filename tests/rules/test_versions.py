@@ -11,7 +11,7 @@ import hashlib
 import pytest
 import torch
 
-from ninferbuild.artifact.formats import NUMERIC_FORMATS
+from ninferbuild.artifact.formats import GGUF_FORMATS, NUMERIC_FORMATS
 from ninferbuild.rules import BUILT_IN, METHODS
 from ninferbuild.sources.logical import EncodedRows, LogicalSource
 
@@ -33,6 +33,24 @@ PINNED = {
         "nvfp4": "4083a27bbcbdc8dc6fd3cd97d9a38806",
         "fp8_e4m3fn_row_bf16": "497c10ecd6f6bb49c0df21910ff22315",
         "t2_g128_fp16": "3f172216b7610e1b3e6785d323d5e72f",
+        "gguf_q4_0": "cdec685a23487159ff0f3880d22689a2",
+        "gguf_q5_0": "77ae8a0cd1a8a84f3de0c7d918d90000",
+        "gguf_q8_0": "a97b98663e5dafff22fd62c7419ebd31",
+        "gguf_q2_k": "33ead244adb065b95fb7993885b5a104",
+        "gguf_q3_k": "6f469ca9927c5675611c64d2aff50683",
+        "gguf_q4_k": "28d8bd8f49ee7320dddd835a6bb29bc6",
+        "gguf_q5_k": "84054b59fda6049279fc04b2ea3516dc",
+        "gguf_q6_k": "282ee3a03390bb69d7520f8e929d0817",
+        "gguf_iq2_xxs": "d559c0d771cbe375ab6e0528f88f2803",
+        "gguf_iq2_xs": "9fc3b1daa6fc357c97506511b0b1f7e5",
+        "gguf_iq3_xxs": "fa804b10ed6217e5308964c3aabad11e",
+        "gguf_iq1_s": "ec8b8941c5bfe3eff7ca3d3c0e8fc579",
+        "gguf_iq4_nl": "cdec685a23487159ff0f3880d22689a2",
+        "gguf_iq3_s": "6f469ca9927c5675611c64d2aff50683",
+        "gguf_iq2_s": "d7a322680e38f13b17edfe8492d33437",
+        "gguf_iq4_xs": "d938eaafcc1b51f09bbb18ba4c682cf4",
+        "gguf_iq1_m": "72696e273c7fa7b334ae0def57de5e77",
+        "gguf_q2_0": "cdec685a23487159ff0f3880d22689a2",
     },
     ("nvfp4_maxabs", 1): {"nvfp4": "ff8a00b4c7df5ecddcda1ac44071da15"},
 }
@@ -60,6 +78,8 @@ def encoded(format: str) -> LogicalSource:
     i = torch.arange(128 * 192, dtype=torch.int64).reshape(128, 192)
     noise = (i * 1103515245 + 12345) // 64 % 251
     divisor = None
+    if format in GGUF_FORMATS:
+        return blocks(format, noise)
     if format == "nvfp4":
         codes, scales, divisor = noise[:, :96].to(torch.uint8), (noise[:, :12] % 127).to(torch.uint8), b"\0\0\x20\x40"
     elif format == "fp8_e4m3fn_row_bf16":
@@ -72,6 +92,18 @@ def encoded(format: str) -> LogicalSource:
         "encoded",
         lambda begin, end: torch.zeros(end - begin),
         lambda begin, end: EncodedRows(format, codes[begin:end], scales[begin:end], divisor),
+    )
+
+
+def blocks(format: str, noise: torch.Tensor) -> LogicalSource:
+    """64 rows of one block."""
+    record = GGUF_FORMATS[format]
+    codes, scales = noise.reshape(-1)[: 64 * record.block_bytes].to(torch.uint8).reshape(64, -1), torch.empty(0).half()
+    return LogicalSource(
+        (64, record.block_elements),
+        "encoded",
+        lambda begin, end: torch.zeros(end - begin),
+        lambda begin, end: EncodedRows(format, codes[begin:end], scales),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from ninferbuild.artifact.formats import Fp8RowFormat, NumericFormat, Nvfp4Format, QuantFormat
+from ninferbuild.artifact.formats import Fp8RowFormat, GgufFormat, NumericFormat, Nvfp4Format, QuantFormat
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,7 @@ _MODULES: dict[type[NumericFormat], str] = {
     QuantFormat: "row_split",
     Nvfp4Format: "nvfp4",
     Fp8RowFormat: "fp8_row",
+    GgufFormat: "gguf_blocks",
 }
 
 
