@@ -18,6 +18,7 @@ from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.auxiliaries import AuxiliaryObject, merge_auxiliaries, use_records
 from ninferbuild.bindings import Fragment, bindings_of
+from ninferbuild.expert_banks import check_expert_banks
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, MethodInput, PreparedMethod, PrepareRequest
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.recipe import PreparedRecipe, Recipe, Selection, WeightJob
@@ -97,11 +98,13 @@ def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "")
     """Plan every parent and check its built-in method; methods of users are not called.
 
     Raises:
-        ValueError: a group, format, layout or method does not suit its parameters, with their names.
+        ValueError: a group, format, layout or method does not suit its parameters, with their names, or the engine
+            would refuse the NVFP4 experts of a layer.
     """
     parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=True))
     # What is known already is refused now rather than after hours of encoding.
-    merge_auxiliaries(recipe, (parent.checked.auxiliaries for parent in parents if parent.checked is not None))
+    tables = (parent.checked.auxiliaries for parent in parents if parent.checked is not None)
+    check_expert_banks(parents, merge_auxiliaries(recipe, tables))
     return _planned(recipe, parents)
 
 
@@ -148,7 +151,7 @@ def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: b
     overrides = MappingProxyType(dict(recipe.auxiliary_overrides))
     parameters = recipe.model.parameters
     sizes = _Sizes()
-    for index, (items, chosen_shape) in enumerate(_partition(recipe)):
+    for index, (items, chosen_shape, explicit) in enumerate(_partition(recipe)):
         if len(items) > 1:
             _require_one_residency(recipe, items)
         choice = items[0][1]
@@ -159,7 +162,7 @@ def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: b
             ]
         )
         try:
-            target = _target(f"weight/{index:06d}", choice, inputs, chosen_shape, sizes)
+            target = _target(f"weight/{index:06d}", choice, inputs, chosen_shape, explicit, sizes)
         except ValueError as error:
             raise ValueError(f"{error} (storing {_listed([name for name, _ in items])})") from error
         request = PrepareRequest(target, inputs, policies, dict(choice.parameters), device, rows_per_chunk, overrides)
@@ -175,8 +178,10 @@ def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: b
         yield Parent(request, method, method_name, rule, checked, _fragments(items))
 
 
-def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | None]]:
-    """What becomes one parent, and its explicit shape: explicit groups, then automatic ones, then the rest.
+def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | None, bool]]:
+    """What becomes one parent, its explicit shape, and whether the recipe asked for it.
+
+    Explicit groups come first, then automatic ones, then the rest.
 
     Raises:
         ValueError: explicit groups overlap, include an alias or a parameter that is split by rows, or mix choices.
@@ -197,7 +202,7 @@ def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | N
                 f"grouped parameters have incompatible formats, layouts or methods: {_listed(names)}; "
                 "assign the same ones, with equal method parameters, to all of them"
             )
-        yield items, shape
+        yield items, shape, True
     left_alone = recipe.separate_parameters | aliases.keys()
     for names in recipe.model.packing_groups:
         unknown = next((name for name in names if name not in selections), None)
@@ -208,11 +213,11 @@ def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | N
         items = [(name, selections[name][0]) for name in names]
         if _packs_automatically(items):
             used.update(names)
-            yield items, None
+            yield items, None, False
     for name, pieces in selections.items():
         if name not in used and name not in aliases:
             for selection in pieces:
-                yield [(name, selection)], None
+                yield [(name, selection)], None, False
 
 
 def _packs_automatically(items: Sequence[Item]) -> bool:
@@ -305,13 +310,14 @@ def _target(
     choice: Selection,
     inputs: Sequence[MethodInput],
     chosen_shape: tuple[int, ...] | None,
+    explicit: bool,
     sizes: _Sizes,
 ) -> TensorSpec:
     """The stored tensor; refuses what its layout cannot hold."""
     sources = [item.source for item in inputs]
     shape = _parent_shape(choice.format, [source.shape for source in sources], chosen_shape)
     layout = choice.layout or default_layout(choice.format)
-    divisors = _stacked_divisors(choice, sources)
+    divisors = _stacked_divisors(choice, sources) if explicit else 1
     sizes.require_storable(layout, choice.format, shape, divisors)
     return TensorSpec(identifier, shape, choice.format, layout, divisors)
 
@@ -339,12 +345,12 @@ def _parent_shape(format: str, shapes: Sequence[tuple[int, ...]], chosen: tuple[
 
 
 def _stacked_divisors(choice: Selection, sources: Sequence[LogicalSource]) -> int:
-    """How many FP32 divisors an NVFP4 parent stores: one, or one a source when the sources' known ones differ.
+    """How many FP32 divisors an explicit NVFP4 group stores: one, or one a source when the sources' known ones differ.
 
-    A built-in method that quantises values anew gives its parent a divisor of its own, whatever the sources had.
+    A built-in method that quantises values gives its parent a divisor of its own, whatever its sources were divided by.
     """
     rule = rule_of(choice.method)
-    if choice.format != "nvfp4" or len(sources) < 2 or (rule is not None and rule.reads == "values"):
+    if choice.format != "nvfp4" or len(sources) < 2 or (rule is not None and rule.reads != "encoded"):
         return 1
     divisors = _divisors(sources)
     if None in divisors or len(divisors) == 1:

@@ -37,7 +37,8 @@ def pack_nvfp4(
     rows = block.codes.shape[0]
     require(block.scales, "NVFP4 scales", torch.uint8, (rows, columns // 16))
     if rows == 0 or rows % SCALE_TILE_ROWS or first_row % SCALE_TILE_ROWS:
-        raise ValueError(f"NVFP4 output needs whole 128-row tiles, not rows [{first_row}, {first_row + rows})")
+        where = f"not rows [{first_row}, {first_row + rows})"
+        raise ValueError(f"NVFP4 output needs whole 128-row tiles and weight divisor, {where}")
     share = target.shape[0] // target.divisors
     index = first_row // share
     if (first_row + rows - 1) // share != index:

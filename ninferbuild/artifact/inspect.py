@@ -63,7 +63,11 @@ def text_lines(artifact: Artifact, *, objects: bool = False, bindings: bool = Fa
 
 def object_line(item: ArtifactObject) -> str:
     """One line about an object: offset, bytes, kind, storage, id."""
-    storage = f"{item.format}/{item.layout} {list(item.shape)}" if isinstance(item, TensorObject) else item.encoding
+    if isinstance(item, TensorObject):
+        stack = f" {item.divisors} divisors" if item.divisors > 1 else ""
+        storage = f"{item.format}/{item.layout} {list(item.shape)}{stack}"
+    else:
+        storage = item.encoding
     return f"{item.offset:>14} {item.bytes:>14} {item.kind:<8} {storage:<42} {item.id}"
 
 

@@ -58,12 +58,15 @@ def load_resources(
     if unused:
         raise ValueError(f"resource {', '.join(unused)} has no selected consumer")
 
+    paths = {
+        role: _override_path(overrides[role]) if role in overrides else Path(model_dir) / role for _, role in roles
+    }
     references: References = {}
     payloads: dict[str, bytes] = {}
     parsed: dict[str, dict[str, Any]] = {}
     for component, role in roles:
-        path = _override_path(overrides[role]) if role in overrides else Path(model_dir) / role
-        data = _read(path, role)
+        path = paths[role]
+        data = _read(path, role, paths)
         text = _text(data, path)
         if role == "tokenizer.json":
             parsed[role] = _vocabulary_of(data) or _object(text, path)
@@ -87,12 +90,14 @@ def _override_path(value: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _read(path: Path, role: str) -> bytes:
+def _read(path: Path, role: str, paths: Mapping[str, Path]) -> bytes:
+    """The bytes of one resource; when it is missing, the message has an option for each of ``paths`` that is."""
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
+        options = " ".join(f"--resource {other}=PATH" for other, place in paths.items() if not place.exists())
         raise FileNotFoundError(
-            error.errno, f"resource {role} is missing; add it or pass --resource {role}=PATH", str(path)
+            error.errno, f"resource {role} is missing; add it or pass {options}", str(path)
         ) from None
     if not data:
         raise ValueError(f"{path}: resource is empty")

@@ -34,7 +34,7 @@ from ninferbuild.sources.stored import StoredReader
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ENCODINGS", "compressed_matrix_source", "matrix_source"]
+__all__ = ["ENCODINGS", "compressed_matrix_source", "has_matrix", "matrix_source"]
 
 NVFP4 = "nvfp4"
 FP8_ROW = "fp8_e4m3fn_row_bf16"
@@ -64,6 +64,11 @@ def matrix_source(store: Any, name: str, shape: tuple[int, int], format: str | N
     return LogicalSource(
         shape, label, values.read_values, values.read_encoded, values.weight_divisor, values.input_divisor
     )
+
+
+def has_matrix(store: Any, name: str) -> bool:
+    """Whether the store holds the matrix ``name``, plain or in an encoding that :func:`matrix_source` recognises."""
+    return bool(store.has(name) or store.has(f"{_prefix(name)}.weight_packed"))
 
 
 def compressed_matrix_source(
@@ -209,7 +214,13 @@ def _require_groups(prefix: str, shape: tuple[int, int]) -> None:
 
 
 def _is_model_opt(store: SafetensorsSource, prefix: str) -> bool:
-    """Whether an NVFP4 matrix has ModelOpt's names. ``ValueError`` when there is none at all."""
+    """Whether an NVFP4 matrix has ModelOpt's names, which the name of its codes tells.
+
+    The scalars of the other tool are never taken in their place: they go the other way.
+
+    Raises:
+        ValueError: there is no NVFP4 matrix.
+    """
     if store.has(f"{prefix}.weight_packed"):
         return False
     if store.has(f"{prefix}.weight") and store.describe(f"{prefix}.weight").dtype == "U8":

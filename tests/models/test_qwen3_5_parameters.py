@@ -284,9 +284,9 @@ def test_a_store_may_keep_each_expert_on_its_own(tiny: SafetensorsSource, tmp_pa
 def test_only_matrices_offer_encoded_rows(tiny: SafetensorsSource) -> None:
     model = build_model(tiny)
     assert model.source("text/layers/1/attention/query", tiny, "nvfp4").read_encoded is not None
-    with pytest.raises(ValueError, match="requires value access"):
+    with pytest.raises(ValueError, match="transpose source requires value access"):
         model.source("text/layers/0/gdn/convolution", tiny, "nvfp4")
-    with pytest.raises(ValueError, match="explicit encoded source mapping"):
+    with pytest.raises(ValueError, match="provide an explicit encoded source mapping"):
         model.source("text/layers/0/moe/experts/0/gate", tiny, "nvfp4")
     with pytest.raises(ValueError, match="explicit encoded source mapping"):
         model.source("text/final_norm", tiny, "nvfp4")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ninferbuild.models.model import Store
 from ninferbuild.models.qwen3_5.compatibility import Compatibility, has_model_config
-from ninferbuild.sources.compressed_tensors import matrix_source
+from ninferbuild.sources.compressed_tensors import has_matrix, matrix_source
 from ninferbuild.sources.logical import select_rows, transpose_source
 from ninferbuild.sources.safetensors import tensor_source
 
@@ -26,7 +26,7 @@ class Placement(NamedTuple):
         rows: row ranges of a stored matrix that make up the parameter, in order; None for all of it.
         offset: first element of the parameter in the flattened tensor.
         axes: order of the stored axes in the parameter; None when they are not permuted.
-        separate: name of a tensor that holds the parameter alone and is preferred where it exists.
+        separate: name of a matrix that holds the parameter alone and is preferred where it exists.
     """
 
     tensor: str
@@ -65,18 +65,21 @@ class StoreMapping:
         if store is not self._origin:
             self._compatibility.check(self._parameter, store)
         tensor, stored, rows, offset, axes, separate = self._placement
-        if separate is not None and store.has(name := self._name_in(store, separate)):
+        if separate is not None and has_matrix(store, name := self._name_in(store, separate)):
             return matrix_source(store, name, (self._shape[0], self._shape[1]), format)
         name = self._name_in(store, tensor)
         if axes is not None:
             if format is not None:
-                raise ValueError(f"{self._parameter}: a transposed tensor requires value access, not {format} rows")
+                raise ValueError(f"{self._parameter}: transpose source requires value access, not {format} rows")
             return transpose_source(tensor_source(store, name, stored), axes, self._shape)
         if len(stored) == 2 and not offset:
             matrix = matrix_source(store, name, (stored[0], stored[1]), format)
             return matrix if rows is None else select_rows(matrix, rows)
         if format is not None:
-            raise ValueError(f"{self._parameter}: {format} rows require an explicit encoded source mapping")
+            raise ValueError(
+                f"{self._parameter}: {name} holds no {format} rows of it alone; "
+                "provide an explicit encoded source mapping"
+            )
         return tensor_source(store, name, self._shape, offset=offset, source_shape=stored)
 
     def _name_in(self, store: Store, name: str) -> str:
