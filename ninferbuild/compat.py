@@ -80,9 +80,10 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "ninferbuild.models.resources", "token_domain load_resources TEXT_RESOURCES VISION_RESOURCES"
     ),
     "tools.convert.qwen3_5": _names("ninferbuild.models.qwen3_5", "build_model text_config vision_config draft_config"),
-    "tools.convert.quantization.groupwise": _names(
-        "ninferbuild.rules.groupwise", "quantize_matrix QuantizedMatrix pick_device search_quantize_matrix"
-    ),
+    "tools.convert.quantization.groupwise": {
+        **_names("ninferbuild.rules.groupwise", "quantize_matrix QuantizedMatrix pick_device"),
+        **_names("ninferbuild.rules.scale_search", "search_quantize_matrix"),
+    },
     "tools.convert.quantization.fp8_row": _names("ninferbuild.rules.fp8_words", "quantize_bf16_rows RowScaledFp8Words"),
     "tools.artifact.formats": _names(
         "ninferbuild.artifact.formats",

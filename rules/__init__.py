@@ -12,6 +12,7 @@ if __name__ != "ninferbuild.rules":
 from ninferbuild.rules.cast_direct import cast_direct
 from ninferbuild.rules.fp8_row_maxabs import fp8_row_maxabs
 from ninferbuild.rules.grouped_absmax import grouped_absmax
+from ninferbuild.rules.grouped_search import grouped_search
 from ninferbuild.rules.import_encoded import import_encoded
 from ninferbuild.rules.nvfp4_maxabs import nvfp4_maxabs
 from ninferbuild.rules.registry import MethodTable
@@ -26,12 +27,20 @@ __all__ = [
     "cast_direct",
     "fp8_row_maxabs",
     "grouped_absmax",
+    "grouped_search",
     "import_encoded",
     "nvfp4_maxabs",
     "rule_of",
 ]
 
-BUILT_IN: tuple[Rule, ...] = (cast_direct, grouped_absmax, fp8_row_maxabs, import_encoded, nvfp4_maxabs)
+BUILT_IN: tuple[Rule, ...] = (
+    cast_direct,
+    grouped_absmax,
+    grouped_search,
+    fp8_row_maxabs,
+    import_encoded,
+    nvfp4_maxabs,
+)
 
 METHODS = MethodTable(BUILT_IN)
 """Method name → method."""

@@ -12,6 +12,7 @@ on every device, so CPU and CUDA agree to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 import math
 
@@ -19,7 +20,7 @@ import torch
 
 from ninferbuild.artifact.codecs import row_split
 from ninferbuild.artifact.formats import QuantFormat, get_format
-from ninferbuild.artifact.layouts import K_ALIGNMENT, align_up, row_split_geometry
+from ninferbuild.artifact.layouts import K_ALIGNMENT, RowSplitGeometry, align_up, row_split_geometry
 from ninferbuild.rules.devices import pick_device
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.rules.tiles import bfloat16_maxima, row_tiles
@@ -133,15 +134,28 @@ def encode_matrix(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags)
         TypeError: the elements are not floating point.
     """
     require_floating_matrix(weight)
-    rows, columns = weight.shape
-    geometry = row_split_geometry(format, (rows, columns))
-    planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8, device=weight.device) for plane in geometry.planes)
-    scratch: Scratch | None = None
-    for begin, end in row_tiles(weight, geometry.padded_columns):
-        scratch = scratch or Scratch(end - begin, geometry.padded_columns, weight.device)
-        tile = quantize_rows(weight[begin:end], format, errors, scratch)
+    geometry = row_split_geometry(format, (weight.shape[0], weight.shape[1]))
+
+    def tiles() -> Iterator[tuple[int, int, QuantizedMatrix]]:
+        scratch: Scratch | None = None
+        for begin, end in row_tiles(weight, geometry.padded_columns):
+            scratch = scratch or Scratch(end - begin, geometry.padded_columns, weight.device)
+            yield begin, end, quantize_rows(weight[begin:end], format, errors, scratch)
+
+    return packed_planes(geometry, weight.device, tiles(), format)
+
+
+def packed_planes(
+    geometry: RowSplitGeometry,
+    device: torch.device,
+    tiles: Iterable[tuple[int, int, QuantizedMatrix]],
+    format: QuantFormat,
+) -> tuple[torch.Tensor, ...]:
+    """The bytes of the planes of a matrix from ranges of rows; each tile is packed before the next is asked for."""
+    planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8, device=device) for plane in geometry.planes)
+    for begin, end, tile in tiles:
         for plane, packed in zip(planes, row_split.pack_rows(tile.codes, tile.scales, format), strict=True):
-            row_bytes = len(plane) // rows
+            row_bytes = len(plane) // geometry.rows
             plane[begin * row_bytes : end * row_bytes] = packed
     return planes
 

@@ -15,11 +15,12 @@ def refuse_parameters(rule: str, request: PrepareRequest) -> None:
         raise ValueError(f"{rule} accepts no numerical parameters, got {sorted(request.parameters)}")
 
 
-def check_counts(request: PrepareRequest) -> None:
-    """Raises ``ValueError`` unless the inputs fill the parent exactly and the chunk size is usable."""
+def check_counts(request: PrepareRequest, where: str = "") -> None:
+    """Raises ``ValueError`` unless the inputs fill the parent exactly, told with ``where`` in front, and the chunk size
+    is usable."""
     inputs, parent = request.source_offsets[-1], prod(request.target.shape)
     if inputs != parent:
-        raise ValueError(f"parent and logical source counts differ: {parent} elements from {inputs}")
+        raise ValueError(f"{where}parent and logical source counts differ: {parent} elements from {inputs}")
     rows = request.rows_per_chunk
     if not isinstance(rows, int) or isinstance(rows, bool) or rows <= 0:
         raise ValueError(f"rows_per_chunk must be positive, not {rows!r}")

@@ -72,8 +72,6 @@ DOCUMENTED = {
 
 NOT_YET = {
     "tools.convert.official_recipes": "qwen3_8_27b_imatrix",
-    "tools.convert.methods": "grouped_search",
-    "tools.convert.quantization.groupwise": "search_quantize_matrix",
     "tools.convert.imatrix": "load",
 }
 """Those that have no counterpart here yet."""

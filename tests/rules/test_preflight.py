@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 import torch
 
-from ninferbuild.rules import METHODS, cast_direct, fp8_row_maxabs, grouped_absmax
+from ninferbuild.rules import METHODS, cast_direct, fp8_row_maxabs, grouped_absmax, grouped_search
 from ninferbuild.sources.logical import LogicalSource
 
-OF_VALUES = [(cast_direct, "bf16"), (grouped_absmax, "q4_g64_fp16"), (fp8_row_maxabs, "fp8_e4m3fn_row_bf16")]
+WITHOUT_PARAMETERS = [(cast_direct, "bf16"), (grouped_absmax, "q4_g64_fp16"), (fp8_row_maxabs, "fp8_e4m3fn_row_bf16")]
+OF_VALUES = [*WITHOUT_PARAMETERS, (grouped_search, "q4_g64_fp16")]
 each = pytest.mark.parametrize(("rule", "format"), OF_VALUES)
 
 
-@each
+@pytest.mark.parametrize(("rule", "format"), WITHOUT_PARAMETERS)
 def test_refuses_parameters(harness, rule, format) -> None:
     with pytest.raises(ValueError, match=rf"{rule.name} accepts no numerical parameters.*'a'"):
         rule(harness.request(torch.ones(2, 128), format, parameters={"a": 1}))
@@ -55,12 +59,21 @@ def test_reads_the_first_element_of_an_opaque_source(harness, rule, format) -> N
 
 def test_names() -> None:
     assert {name: method.__name__ for name, method in METHODS.items()} == {
-        name: name for name in ("cast_direct", "grouped_absmax", "fp8_row_maxabs", "import_encoded", "nvfp4_maxabs")
+        name: name
+        for name in (
+            "cast_direct",
+            "grouped_absmax",
+            "grouped_search",
+            "fp8_row_maxabs",
+            "import_encoded",
+            "nvfp4_maxabs",
+        )
     }
 
 
-def test_checks_of_stored_sources_do_not_import_torch() -> None:
+def test_checks_of_stored_sources_do_not_import_torch(tmp_path: Path) -> None:
     program = """
+        from pathlib import Path
         import sys
         import numpy as np
         from ninferbuild.artifact.schema import TensorSpec
@@ -70,13 +83,17 @@ def test_checks_of_stored_sources_do_not_import_torch() -> None:
 
         source = array_source(np.ones((2, 128), np.float32), "w")
         item = MethodInput("w", source, ())
-        for method, format, layout in (
-            ("cast_direct", "bf16", "contiguous_le_v1"),
-            ("grouped_absmax", "q4_g64_fp16", "row_split_k128_v1"),
-            ("fp8_row_maxabs", "fp8_e4m3fn_row_bf16", "row_scale_v1"),
+        Path("vectors").write_bytes(VECTORS)
+        for method, format, layout, parameters in (
+            ("cast_direct", "bf16", "contiguous_le_v1", {}),
+            ("grouped_absmax", "q4_g64_fp16", "row_split_k128_v1", {}),
+            ("grouped_search", "q4_g64_fp16", "row_split_k128_v1", {"imatrix": "vectors"}),
+            ("fp8_row_maxabs", "fp8_e4m3fn_row_bf16", "row_scale_v1", {}),
         ):
             target = TensorSpec("weight/000000", (2, 128), format, layout)
-            METHODS[method](PrepareRequest(target, (item,), {}, {}, "cpu", 512, {}))
+            METHODS[method](PrepareRequest(target, (item,), {}, parameters, "cpu", 512, {}))
         assert "torch" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, text=True)
+    vectors = save({"w": np.ones(128, np.float32)})
+    program = textwrap.dedent(program).replace("VECTORS", repr(vectors))
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path)

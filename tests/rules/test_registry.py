@@ -13,7 +13,7 @@ from ninferbuild import rules
 from ninferbuild.rules import BUILT_IN, METHODS, rule_of
 from ninferbuild.rules.registry import GROUP, MethodTable
 
-NAMES = ["cast_direct", "grouped_absmax", "fp8_row_maxabs", "import_encoded", "nvfp4_maxabs"]
+NAMES = ["cast_direct", "grouped_absmax", "grouped_search", "fp8_row_maxabs", "import_encoded", "nvfp4_maxabs"]
 
 
 def test_built_in_methods() -> None:

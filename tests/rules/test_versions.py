@@ -7,8 +7,10 @@ rule's ``version`` and pin them under it.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 import torch
 
 from ninferbuild.artifact.formats import GGUF_FORMATS, NUMERIC_FORMATS
@@ -27,6 +29,12 @@ PINNED = {
         "q6_g64_fp16": "2e9b79835d0552ee572897059e2f27da",
         "q8_g32_fp16": "6e8b4f792b283764daafb308da84c055",
         "t2_g128_fp16": "8e12511c99f89cc169636f14d278ebc8",
+    },
+    ("grouped_search", 1): {
+        "q4_g64_fp16": "3ea8c416433bef57e13e87955868b5dc",
+        "q5_g64_fp16": "80a00f4963037a52122ffb14a7a28ea0",
+        "q6_g64_fp16": "9b679d1dfbe021438ed32a4588fa26aa",
+        "q8_g32_fp16": "fd4764b4e811da63d691dad0178dc29b",
     },
     ("fp8_row_maxabs", 1): {"fp8_e4m3fn_row_bf16": "441c3e222dd9eb41393680ee891ed0cd"},
     ("import_encoded", 1): {
@@ -107,13 +115,24 @@ def blocks(format: str, noise: torch.Tensor) -> LogicalSource:
     )
 
 
+@pytest.fixture
+def parameters(tmp_path: Path) -> dict[str, object]:
+    """Everything that ``grouped_search`` can be told."""
+    importance = torch.arange(333, dtype=torch.float32) * 37 % 101 / 8
+    save_file({"p0": importance}, tmp_path / "importance.safetensors")
+    return {"imatrix": str(tmp_path / "importance.safetensors"), "negative_scales": True}
+
+
 @pytest.mark.parametrize(
     ("rule", "format", "digest"),
     [(name, format, digest) for (name, _), pins in PINNED.items() for format, digest in pins.items()],
 )
-def test_bytes(harness, device, rule, format, digest) -> None:
+def test_bytes(harness, device, parameters, rule, format, digest) -> None:
     source = encoded(format) if rule == "import_encoded" else values(rule, format)
-    payload = harness.payload(METHODS[rule], harness.request(source, format, rows_per_chunk=7, device=device))
+    request = harness.request(
+        source, format, rows_per_chunk=7, device=device, parameters=parameters if rule == "grouped_search" else {}
+    )
+    payload = harness.payload(METHODS[rule], request)
     assert hashlib.sha256(payload).hexdigest()[:32] == digest
 
 
