@@ -98,6 +98,8 @@ def _auxiliary_needs(session: Session, contents: Contents, encodes: Sequence[Tas
     given: Mapping[AuxiliaryKey, object] = session.configured.recipe.auxiliary_overrides
     needs: dict[str, dict[str, None]] = {}
     for use in contents.uses:
+        if use["parameter"] not in session.configured.recipe.selections:
+            continue  # a grafted component brings its own
         for role, binding in use.get("auxiliaries", {}).items():
             key = (use["parameter"], use["input"], role)
             maker = makers.get(session.configured.recipe.resolve(use["parameter"]))

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from ninferbuild.artifact.schema import TensorSpec
     from ninferbuild.recipe import Recipe
 
+WEIGHT = "weight/"
+"""How the ids of objects that actions make begin; in a directory they follow each other in the order of the actions."""
+
 Binding = dict[str, Any]
 """``{"object": id}`` for a whole object, else ``{"parts": [{"object": id, "range": [first, last]}, …]}``."""
 

@@ -19,6 +19,7 @@ import msgspec
 from ninferbuild import platform_io
 from ninferbuild.artifact.framing import HEADER, SegmentMap, entry_header, payload_start
 from ninferbuild.artifact.schema import ArtifactError, FileRecord
+from ninferbuild.bindings import WEIGHT
 
 if TYPE_CHECKING:
     from ninferbuild.cache import BuildRecord
@@ -113,14 +114,11 @@ def _previous(build: BuildRecord, descriptors: Sequence[int]) -> Previous | None
     data = bytearray(json_bytes)
     platform_io.read_into(descriptors[0], HEADER.size, memoryview(data))
     text = msgspec.json.decode(data, type=_Text)
-    first = next((index for index, item in enumerate(text.objects) if item.kind == "tensor"), len(text.objects))
-    if len(text.files) != len(descriptors) or len(text.objects) < first + len(build.keys):
+    # Actions made the weights, in the order of their keys.
+    weights = [item for item in text.objects if item.id.startswith(WEIGHT)]
+    if len(text.files) != len(descriptors) or len(weights) != len(build.keys):
         return None
-    # Actions made the objects that follow the resources, in the order of their keys.
-    made = [
-        Wanted(item.id, key, item.offset, item.bytes)
-        for item, key in zip(text.objects[first:], build.keys, strict=False)
-    ]
+    made = [Wanted(item.id, key, item.offset, item.bytes) for item, key in zip(weights, build.keys, strict=True)]
     files = [FileRecord(file.path, file.payload_bytes) for file in text.files]
     return Previous(
         descriptors=descriptors,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,8 @@ def configured(target: Target) -> Iterator[Configured]:
         ValueError, TypeError, OSError, ImportError: the checkpoint, a source or a recipe is unsuitable.
     """
     with ExitStack() as stack:
-        sources = stack.enter_context(Sources(target.model, target.sources))
+        _check_grafts(target)
+        sources = stack.enter_context(Sources(target.model, target.sources, target.grafts))
         base = sources["base"]
         try:
             model = models.build(
@@ -62,6 +64,8 @@ def configured(target: Target) -> Iterator[Configured]:
         stack.callback(user_modules.purge)
         loaded = _load(target.recipe, target.origin / "recipe")
         loaded(model, recipe, sources)
+        for component in target.grafts:
+            recipe.graft(component, sources[component])
         ranking = _add_proposal(target, recipe)
         overrides = []
         for reference in target.overrides:
@@ -83,6 +87,18 @@ def _load(reference: str, origin: Origin) -> RecipeFunction:
         return load(reference)
     except UnknownRecipeError as error:
         raise UnknownRecipeError(f"{origin}: {error}") from None
+
+
+def _check_grafts(target: Target) -> None:
+    """Refuse what would give a component twice."""
+    for component, path in target.grafts.items():
+        origin = target.origin / "grafts" / component
+        if component in target.sources:
+            raise OptionError(f"{origin}: there is a source of this name; give one of them")
+        if component in (target.components or ("text",)):
+            raise OptionError(f"{origin}: the component is built from the checkpoint; leave it out of the components")
+        if os.path.realpath(path) == os.path.realpath(target.out):
+            raise OptionError(f"{origin}: {path} is the output too; choose another output")
 
 
 def _add_proposal(target: Target, recipe: Recipe) -> Path | None:

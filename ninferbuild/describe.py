@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ninferbuild.artifact.labels import labels_of
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import Directory, TensorObject, encode_directory
+from ninferbuild.bindings import WEIGHT
 from ninferbuild.digest import combine, digest_of
 from ninferbuild.errors import NinferbuildError
 from ninferbuild.lock import Information, LockedAction, LockedFile, LockedObject, LockedTarget
@@ -18,9 +19,6 @@ from ninferbuild.verify import object_digest
 
 if TYPE_CHECKING:
     from ninferbuild.cache import BuildRecord, Cache
-
-WEIGHT = "weight/"
-"""How the ids of weights begin; they follow each other in the order of a build's actions."""
 
 
 def describe(

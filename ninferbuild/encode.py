@@ -315,7 +315,7 @@ def encode(
     rule, checked, target = parent.rule, parent.checked, parent.request.target
     assert rule is not None
     assert checked is not None
-    if rule.reads == "encoded":  # rows are rearranged, not computed with: that is not worth the way to a GPU
+    if rule.reads != "values":  # rows are rearranged, not computed with: that is not worth the way to a GPU
         lane = HostLane()
     errors = ErrorFlags(lane.device)
 
@@ -368,6 +368,12 @@ class _Survey:
         return ()
 
 
+def _is_flat(parent: Parent) -> bool:
+    """Whether the inputs are read as elements, or as bytes, and not by rows."""
+    assert parent.rule is not None
+    return parent.request.target.format in DIRECT_FORMATS or parent.rule.reads == "payload"
+
+
 def _is_large(parent: Parent) -> bool:
     """Whether reading ahead is worth a thread. What a user's reader does belongs in the thread that is watched."""
     if any(item.source.description is None for item in parent.request.inputs):
@@ -383,18 +389,17 @@ def _blocks(
     for first, count in chunks:
         if reader.encoded:
             yield first, reader.rows(count)
-        elif target.format in DIRECT_FORMATS:
+        elif _is_flat(parent):
             yield first, reader.values(count, lane.room)
         else:
             yield first, reader.values(count * target.shape[1], lane.room).view(count, target.shape[1])
 
 
 def _chunks(rule: Rule, parent: Parent, reader: InputReader, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of each chunk: elements for direct formats, rows for the others."""
+    """(first, count) of each chunk: elements for direct formats, bytes of a payload, rows for the others."""
     target = parent.request.target
-    direct = target.format in DIRECT_FORMATS
-    width = 1 if direct else target.shape[1]
-    total = prod(target.shape) // width
+    width = 1 if _is_flat(parent) else target.shape[1]
+    total = parent.request.source_offsets[-1] // width
     # Two bytes an element is exact for BF16, by far the commonest source; others make chunks larger, not wrong.
     size = max(1, chunk_bytes // (2 * width))
     tile = TILE_ROWS if target.layout == "block_scale_k16_m128x4_v1" else 1

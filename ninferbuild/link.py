@@ -66,6 +66,7 @@ class Contents:
         resources: object id → bytes, in order.
         weights: specs of the parents, in order.
         auxiliaries: auxiliary objects, in order.
+        grafted: specs of objects from other artifacts, in order.
         recipe: reference of the recipe: official name or ``file.py:function``.
         overrides: references of the overrides.
         name: ``metadata.name``.
@@ -81,6 +82,7 @@ class Contents:
     overrides: Sequence[str]
     name: str | None
     max_file_bytes: int | None
+    grafted: Sequence[TensorSpec] = ()
 
     def specs(self) -> list[ResourceSpec | TensorSpec]:
         """Specs of all objects in file order."""
@@ -88,7 +90,13 @@ class Contents:
             *(ResourceSpec(name, len(data)) for name, data in self.resources.items()),
             *self.weights,
             *(item.spec for item in self.auxiliaries),
+            *self.grafted,
         ]
+
+    def encoded(self) -> list[int]:
+        """Places among all objects of those that actions make, in the order of the actions."""
+        first, behind = len(self.resources), len(self.resources) + len(self.weights) + len(self.auxiliaries)
+        return [*range(first, first + len(self.weights)), *range(behind, behind + len(self.grafted))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,10 +363,12 @@ def _same_payload(entry: Path, payload_digests: Sequence[bytes]) -> bool:
 
 def payload_digests(contents: Contents, records: Sequence[ActionRecord]) -> list[bytes]:
     """Digests of every object in file order."""
+    weights = len(contents.weights)
     return [
         *(digest_of(data) for data in contents.resources.values()),
-        *(record.digest for record in records),
+        *(record.digest for record in records[:weights]),
         *(digest_of(item.data) for item in contents.auxiliaries),
+        *(record.digest for record in records[weights:]),
     ]
 
 
@@ -394,7 +404,7 @@ def write(
     """Write and publish the file set.
 
     Args:
-        records: of the weights, in order.
+        records: of the weights and the grafted objects, in order.
         staging: temporaries that hold payloads already.
         report: the conversion report, published beside the entry.
         accept: called with the complete temporaries and the names they are about to get; when it raises, nothing is
@@ -486,12 +496,11 @@ def _clone(
     complete: frozenset[str],
     previous: BuildRecord | None,
 ) -> Cloned:
-    first = len(contents.resources)
-    items = layout.directory.objects[first : first + len(records)]
+    objects = layout.directory.objects
     wanted = [
         (index, Wanted(item.id, record.key, item.offset, item.bytes))
-        for index, (item, record) in enumerate(zip(items, records, strict=True), first)
-        if item.id not in complete
+        for index, record in zip(contents.encoded(), records, strict=True)
+        if (item := objects[index]).id not in complete
     ]
     if previous is None or not wanted:
         return Cloned()
@@ -512,20 +521,20 @@ def _write_payload(
     segments = SegmentMap(layout.directory.files, layout.payload_offset)
     writer = PayloadWriter(segments, staged, behind)
     objects = layout.directory.objects
-    first, last = len(contents.resources), len(contents.resources) + len(records)
-    for item, data in zip(objects[:first], contents.resources.values(), strict=True):
+    for item, data in zip(objects, contents.resources.values(), strict=False):
         writer.put(item.offset, data)
-    ends = [*(item.offset for item in objects[first + 1 : last + 1]), segments.payload_bytes]
+    ends = [*(item.offset for item in objects[1:]), segments.payload_bytes]
     writer.write(
         (
             Placed(record, item.offset, item.id in cloned.whole, padding if item.id in cloned.touched else 0)
-            for item, record, end in zip(objects[first:last], records, ends, strict=False)
-            for padding in [end - item.offset - item.bytes]
+            for index, record in zip(contents.encoded(), records, strict=True)
+            for item, padding in [(objects[index], ends[index] - objects[index].offset - objects[index].bytes)]
             if item.id not in complete
         ),
         cache,
     )
-    for item, auxiliary in zip(objects[last:], contents.auxiliaries, strict=True):
+    behind_weights = len(contents.resources) + len(contents.weights)
+    for item, auxiliary in zip(objects[behind_weights:], contents.auxiliaries, strict=False):
         writer.put(item.offset, auxiliary.data)
     behind.finish()
     return writer.refused

@@ -17,7 +17,7 @@ from ninferbuild.artifact.formats import DIRECT_FORMATS, default_layout
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.auxiliaries import AuxiliaryObject, merge_auxiliaries, use_records
-from ninferbuild.bindings import Fragment, bindings_of
+from ninferbuild.bindings import WEIGHT, Fragment, bindings_of
 from ninferbuild.expert_banks import check_expert_banks
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, MethodInput, PreparedMethod, PrepareRequest
 from ninferbuild.models.bulk import collection_paused
@@ -42,6 +42,7 @@ class Parent:
         rule: the built-in method, or None for a user's.
         checked: what the rule's check gave; None for a user's method, or when the check was not asked for.
         fragments: where the parameters lie, in parent order.
+        grafted: names of the parameters that an object from another artifact holds; empty for all others.
     """
 
     request: PrepareRequest
@@ -50,6 +51,7 @@ class Parent:
     rule: Rule | None
     checked: RuleCheck | None
     fragments: tuple[Fragment, ...]
+    grafted: tuple[str, ...] = ()
 
     @property
     def target(self) -> TensorSpec:
@@ -58,7 +60,7 @@ class Parent:
     @property
     def names(self) -> tuple[str, ...]:
         """Parameter names in parent order."""
-        return tuple(item.parameter for item in self.request.inputs)
+        return self.grafted or tuple(item.parameter for item in self.request.inputs)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -68,11 +70,28 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRecipe:
-    """Parents in object order and the directory's bindings. Valid as long as ``recipe`` is not configured further."""
+    """What an artifact will hold. Valid as long as ``recipe`` is not configured further.
+
+    Attributes:
+        parents: in object order: the recipe's weights, then the objects of grafted components.
+        bindings: of all parameters.
+        grafted_uses: use records of the grafted components.
+    """
 
     recipe: Recipe
     parents: tuple[Parent, ...]
     bindings: dict[str, dict[str, Any]]
+    grafted_uses: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def weights(self) -> list[TensorSpec]:
+        """Specs of the recipe's weights."""
+        return [parent.target for parent in self.parents if not parent.grafted]
+
+    @property
+    def grafted(self) -> list[TensorSpec]:
+        """Specs of the objects of grafted components."""
+        return [parent.target for parent in self.parents if parent.grafted]
 
     @collection_paused()
     def uses(
@@ -90,7 +109,8 @@ class PlannedRecipe:
         """
         if len(auxiliaries) != len(self.parents):
             raise ValueError(f"{len(self.parents)} parents need as many tables of auxiliaries, not {len(auxiliaries)}")
-        return use_records(self.recipe, merge_auxiliaries(self.recipe, auxiliaries))
+        records, objects = use_records(self.recipe, merge_auxiliaries(self.recipe, auxiliaries))
+        return [*records, *map(dict, self.grafted_uses)], objects
 
 
 @collection_paused()
@@ -105,7 +125,20 @@ def plan_parents(recipe: Recipe, *, rows_per_chunk: int = 512, device: str = "")
     # What is known already is refused now rather than after hours of encoding.
     tables = (parent.checked.auxiliaries for parent in parents if parent.checked is not None)
     check_expert_banks(parents, merge_auxiliaries(recipe, tables))
-    return _planned(recipe, parents)
+    planned = _planned(recipe, parents)
+    return _with_grafts(planned) if recipe.grafts else planned
+
+
+def _with_grafts(planned: PlannedRecipe) -> PlannedRecipe:
+    from ninferbuild.grafting import plan_grafts  # few recipes take anything from another artifact
+    from ninferbuild.rules.graft import graft
+
+    plan = plan_grafts(planned.recipe.grafts, len(planned.parents))
+    parents = [
+        Parent(item.request, graft, graft.name, graft, item.checked, item.fragments, item.parameters)
+        for item in plan.objects
+    ]
+    return PlannedRecipe(planned.recipe, (*planned.parents, *parents), {**planned.bindings, **plan.bindings}, plan.uses)
 
 
 def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
@@ -129,6 +162,8 @@ def prepare_user_method(parent: Parent, device: str) -> PreparedMethod:
 
 def prepare(recipe: Recipe, *, device: str, rows_per_chunk: int) -> PreparedRecipe:
     """What :meth:`Recipe.prepare` does: the same plan, with every method called through its public interface."""
+    if recipe.grafts:
+        raise ValueError("components from another artifact are put in by the build, not by a prepared recipe")
     parents = tuple(_parents(recipe, device, rows_per_chunk, check_rules=False))
     prepared = [prepare_user_method(parent, device) for parent in parents]
     planned = _planned(recipe, parents)
@@ -162,7 +197,7 @@ def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: b
             ]
         )
         try:
-            target = _target(f"weight/{index:06d}", choice, inputs, chosen_shape, explicit, sizes)
+            target = _target(f"{WEIGHT}{index:06d}", choice, inputs, chosen_shape, explicit, sizes)
         except ValueError as error:
             raise ValueError(f"{error} (storing {_listed([name for name, _ in items])})") from error
         request = PrepareRequest(target, inputs, policies, dict(choice.parameters), device, rows_per_chunk, overrides)

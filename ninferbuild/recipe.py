@@ -22,7 +22,9 @@ from ninferbuild.rules import METHODS, cast_direct
 if TYPE_CHECKING:
     from ninferbuild.artifact.schema import TensorSpec
     from ninferbuild.auxiliaries import AuxiliaryObject
+    from ninferbuild.grafting import Grafted
     from ninferbuild.models.model import Model, Parameter
+    from ninferbuild.sources.artifact import ArtifactSource
     from ninferbuild.sources.logical import LogicalSource
 
 __all__ = ["PreparedRecipe", "Recipe", "Selection", "WeightJob", "default_layout"]
@@ -84,6 +86,7 @@ class Recipe:
         aliases: parameter → the parameter whose storage it shares.
         separate_parameters: parameters that automatic grouping leaves alone.
         explicit_groups: (names, parent shape or None), in call order.
+        grafts: components that are taken from another artifact, in call order.
     """
 
     def __init__(self, model: Model):
@@ -94,6 +97,7 @@ class Recipe:
         self.aliases: dict[str, str] = {}
         self.separate_parameters: set[str] = set()
         self.explicit_groups: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = []
+        self.grafts: list[Grafted] = []
         self._names: NameIndex | None = None
         self._add(model.parameters.items())
 
@@ -258,6 +262,44 @@ class Recipe:
             link = self.aliases.get(link)
         self.aliases[parameter] = target
         self.selections[parameter] = list(self.selections[target])
+
+    def add_input(self, parameter: str, input_name: str, *, activation_policy: str = DEFAULT_POLICY) -> None:
+        """Let ``parameter`` multiply one more input, or set the policy of one that it multiplies already.
+
+        Raises:
+            ValueError: the recipe has no such parameter, or the policy is unknown.
+        """
+        known = self.model.parameters.get(parameter)
+        if known is None or parameter not in self.selections:
+            raise ValueError(f"there is no parameter {parameter} to multiply {input_name}")
+        if activation_policy not in ACTIVATION_POLICIES:
+            raise ValueError(f"unknown activation policy {activation_policy!r} for {parameter}")
+        if input_name not in known.inputs:
+            self.model.parameters[parameter] = replace(known, inputs=(*known.inputs, input_name))
+        self.policies[parameter, input_name] = activation_policy
+
+    def graft(self, component: str, source: ArtifactSource) -> None:
+        """Take a whole component from an artifact, byte for byte.
+
+        Its record, parameters, uses and objects become part of this artifact; nothing is decoded. Parameters of the
+        model that multiply a state of the component there, such as the output head, do so here, with the same policy.
+
+        Args:
+            source: an opened artifact: what ``sources[NAME]`` gives for a ``.ninfer`` file.
+
+        Raises:
+            TypeError: ``source`` is no artifact.
+            ValueError: the artifact has no such component, the model has it already, or the component was made for
+                another model.
+        """
+        from ninferbuild.grafting import graft_of  # few recipes take anything from another artifact
+
+        taken = graft_of(component, source, self.model)
+        self.grafts.append(taken)
+        for use in taken.component.readers:
+            if use["parameter"] in self.selections:
+                policy = use.get("activation_policy", DEFAULT_POLICY)
+                self.add_input(use["parameter"], use["input"], activation_policy=policy)
 
     def resolve(self, parameter: str) -> str:
         """The parameter whose storage ``parameter`` uses: itself, or the end of its chain of aliases."""

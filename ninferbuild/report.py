@@ -103,7 +103,7 @@ def make_report(
         "rows_per_chunk": target.rows_per_chunk,
         "provenance": invocation(configured),
         "preparation_seconds": preparation_seconds,
-        "parameters": len(configured.recipe.selections),
+        "parameters": len(directory.bindings),
         "uses": uses,
         "objects": len(directory.objects),
         "formats": dict(Counter(parent.target.format for parent in parents)),
@@ -140,7 +140,7 @@ def make_report(
 def invocation(configured: Configured) -> dict[str, Any]:
     """What was converted, with the paths as they were given."""
     target, sources = configured.target, configured.sources
-    paths = {"base": target.model, **target.sources}
+    paths = {"base": target.model, **target.sources, **target.grafts}
     made: dict[str, Any] = {
         "converter": CONVERTER,
         "recipe": target.recipe,
@@ -150,6 +150,11 @@ def invocation(configured: Configured) -> dict[str, Any]:
         made["override"] = target.overrides[0]
     elif target.overrides:
         made["override"] = list(target.overrides)
+    if configured.recipe.grafts:
+        made["grafts"] = {
+            taken.component.name: {"path": str(taken.source.path), "artifact_id": taken.source.artifact_id}
+            for taken in configured.recipe.grafts
+        }
     if configured.ranking is not None:
         made["ranking"] = str(configured.ranking)
     return made

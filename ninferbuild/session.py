@@ -116,7 +116,7 @@ class Session:
         return linker.Contents(
             components=model.components,
             resources=model.resources,
-            weights=[parent.target for parent in self.planned.parents],
+            weights=self.planned.weights,
             auxiliaries=auxiliaries,
             bindings=self.planned.bindings,
             uses=uses,
@@ -124,6 +124,7 @@ class Session:
             overrides=self.configured.override_references,
             name=target.artifact_name,
             max_file_bytes=target.max_file_bytes,
+            grafted=self.planned.grafted,
         )
 
     def source_digests(self) -> dict[str, bytes]:

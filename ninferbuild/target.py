@@ -66,6 +66,7 @@ class Target:
         max_file_bytes: bound on each file of the artifact; None: one file.
         device: None: CUDA where there is one, else the CPU.
         workers: CPU workers; None leaves the choice to the executor.
+        grafts: component → artifact that it is taken from, byte for byte.
         assigns: assignments that run after recipe, proposal and overrides.
     """
 
@@ -78,6 +79,7 @@ class Target:
     overrides: tuple[str, ...] = ()
     components: tuple[str, ...] | None = None
     sources: Mapping[str, Path] = field(default_factory=dict)
+    grafts: Mapping[str, Path] = field(default_factory=dict)
     resources: Mapping[str, Path] = field(default_factory=dict)
     proposal: Proposal | None = None
     artifact_name: str | None = None
@@ -100,6 +102,7 @@ class Target:
             "overrides": [_absolute_reference(override) for override in self.overrides],
             "components": None if self.components is None else list(self.components),
             "sources": {name: _absolute(path) for name, path in self.sources.items()},
+            "grafts": {component: _absolute(path) for component, path in self.grafts.items()},
             "resources": {role: _absolute(path) for role, path in self.resources.items()},
             "proposal": proposal,
             "name": self.artifact_name,
@@ -135,6 +138,7 @@ class Target:
                 named.append((key, Path(split_reference(reference)[0])))
         if self.file is not None:
             named += [(origin / "sources" / name, path) for name, path in self.sources.items()]
+        named += [(origin / "grafts" / component, path) for component, path in self.grafts.items()]
         named += [(origin / "resources" / role, path) for role, path in self.resources.items()]
         if self.proposal is not None and self.proposal.ranking is not None:
             key = origin / "proposal" / "ranking" if self.file else origin / "ranking"

@@ -45,7 +45,7 @@ def read_sets(sets: Sequence[str], origin: Origin) -> tuple[dict[str, Any], dict
 def _key_path(key: str, origin: Origin) -> list[str]:
     """Parts of a dotted key. A role or source name is one part, dots and all: ``resources.chat_template.jinja``."""
     head, dot, rest = key.partition(".")
-    if dot and head in ("resources", "sources") and rest[:1] not in ("'", '"'):
+    if dot and head in ("resources", "sources", "grafts") and rest[:1] not in ("'", '"'):
         return [head, rest]
     try:
         tree: Any = tomllib.loads(f"{key} = 0")

@@ -144,6 +144,7 @@ class Origin:
 OPTIONS = {
     "overrides": "override",
     "sources": "source",
+    "grafts": "graft",
     "resources": "resource",
 }
 """Key → option of ``convert``, where they differ by more than underscores."""
@@ -346,6 +347,7 @@ TARGET_KEYS: Mapping[str, Reader] = {
     "overrides": read_references,
     "components": read_components,
     "sources": read_sources,
+    "grafts": read_paths,
     "resources": read_resources,
     "proposal": read_proposal,
     "name": read_text,

@@ -16,7 +16,11 @@ if __name__ != "ninferbuild.recipes":
 
 __all__ = ["RECIPES", "RecipeFunction", "RecipeRegistry"]
 
-BUILT_IN = ("ninferbuild.recipes.qwen3_5", "ninferbuild.recipes.qwen3_5_releases")
+BUILT_IN = (
+    "ninferbuild.recipes.qwen3_5",
+    "ninferbuild.recipes.qwen3_5_releases",
+    "ninferbuild.recipes.qwen3_8_quasar",
+)
 """Families of this distribution; they are found whatever the installed metadata says."""
 
 ENTRY_POINTS = "ninferbuild.recipes"

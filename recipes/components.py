@@ -43,7 +43,7 @@ def optional_components(model: Model, recipe: Recipe) -> None:
     """Quantise the optional components that the model has, and share the drafts' context keys and values."""
     quantize(recipe, projections(model, ("vision/", *_SPECULATIVE)), _format)
     for draft in ("dflash", "dflash2"):
-        if draft not in model.components:
+        if draft not in model.components or any(taken.component.name == draft for taken in recipe.grafts):
             continue
         for layer in range(len(model.components[draft]["config"]["layer_types"])):
             attention = f"{draft}/layers/{layer}/attention/"

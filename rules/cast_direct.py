@@ -27,7 +27,7 @@ class CastDirect(Rule):
 
     name: ClassVar[str] = "cast_direct"
     version: ClassVar[int] = 1
-    reads: ClassVar[Literal["values", "encoded"]] = "values"
+    reads: ClassVar[Literal["values", "encoded", "payload"]] = "values"
 
     def check(self, request: PrepareRequest) -> RuleCheck:
         if not isinstance(get_format(request.target.format), DirectFormat):

@@ -21,7 +21,7 @@ class Fp8RowMaxabs(Rule):
 
     name: ClassVar[str] = "fp8_row_maxabs"
     version: ClassVar[int] = 1
-    reads: ClassVar[Literal["values", "encoded"]] = "values"
+    reads: ClassVar[Literal["values", "encoded", "payload"]] = "values"
 
     def check(self, request: PrepareRequest) -> RuleCheck:
         target = request.target

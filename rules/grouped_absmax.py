@@ -31,7 +31,7 @@ class GroupedAbsmax(Rule):
 
     name: ClassVar[str] = "grouped_absmax"
     version: ClassVar[int] = 1
-    reads: ClassVar[Literal["values", "encoded"]] = "values"
+    reads: ClassVar[Literal["values", "encoded", "payload"]] = "values"
 
     def check(self, request: PrepareRequest) -> RuleCheck:
         format = require_grouped_matrix(self.name, request.target)

@@ -56,7 +56,7 @@ class ImportEncoded(Rule):
 
     name: ClassVar[str] = "import_encoded"
     version: ClassVar[int] = 1
-    reads: ClassVar[Literal["values", "encoded"]] = "encoded"
+    reads: ClassVar[Literal["values", "encoded", "payload"]] = "encoded"
 
     def check(self, request: PrepareRequest) -> RuleCheck:
         target = request.target

@@ -31,7 +31,7 @@ class Nvfp4Maxabs(Rule):
 
     name: ClassVar[str] = "nvfp4_maxabs"
     version: ClassVar[int] = 1
-    reads: ClassVar[Literal["values", "encoded"]] = "values"
+    reads: ClassVar[Literal["values", "encoded", "payload"]] = "values"
     surveys: ClassVar[bool] = True
 
     def check(self, request: PrepareRequest) -> RuleCheck:

@@ -47,14 +47,15 @@ class Rule:
     Attributes:
         name: what recipes call the method.
         version: part of every key; it changes when the bytes for any input change.
-        reads: what :meth:`encode` takes: decoded values, or codes and scales as they are stored.
+        reads: what :meth:`encode` takes: decoded values, codes and scales as they are stored, or the bytes of a whole
+            payload (which only the rule behind grafted components does).
         surveys: the rule has to see the whole parent before it can encode any of it. The parent is then read twice:
             each block goes to :meth:`survey_block` first, and :meth:`encode` gets what :meth:`surveyed` made of that.
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
-    reads: ClassVar[Literal["values", "encoded"]]
+    reads: ClassVar[Literal["values", "encoded", "payload"]]
     surveys: ClassVar[bool] = False
 
     @property

@@ -21,7 +21,7 @@ from ninferbuild.toml_text import toml_key, toml_value
 
 _PATHS = ("model", "out")
 _REFERENCES = ("recipe", "overrides")
-_PATH_TABLES = ("sources", "resources")
+_PATH_TABLES = ("sources", "grafts", "resources")
 
 
 @subcommand(

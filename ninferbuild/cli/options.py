@@ -134,6 +134,13 @@ def convert_options(*, required: bool) -> Decorator:
             multiple=True,
             help="Named source, opened on demand; one that nothing asks for need not exist. Repeatable.",
         ),
+        click.option(
+            "--graft",
+            "grafts",
+            metavar="COMPONENT=FILE",
+            multiple=True,
+            help="Takes a component from an artifact, byte for byte. Repeatable.",
+        ),
         click.option("--components", metavar="LIST", help="Comma-separated, of text,vision,mtp,dflash,dflash2."),
         click.option(
             "--resource",
@@ -188,6 +195,7 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
         "overrides": list(options.pop("overrides")),
         "components": None if components is None else components.split(","),
         "sources": _pairs("source", options.pop("sources")),
+        "grafts": _pairs("graft", options.pop("grafts")),
         "resources": _pairs("resource", options.pop("resources")),
         "proposal": proposal if options.pop("proposal") else None,
         "name": options.pop("artifact_name"),

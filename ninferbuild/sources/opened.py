@@ -30,10 +30,17 @@ def _open_gguf(name: str, path: Path) -> Any:
     return values.GGUFSource(path)
 
 
+def _open_artifact(name: str, path: Path) -> Any:
+    """Components are taken from an artifact whole."""
+    from ninferbuild.sources.artifact import ArtifactSource
+
+    return ArtifactSource(path)
+
+
 GGUF_BLOCK_SOURCES = frozenset(("gguf", "ternary", "ngram"))
 """Names of sources whose GGUF files are read block by block."""
 
-OPENERS: dict[str, Opener] = {".gguf": _open_gguf}
+OPENERS: dict[str, Opener] = {".gguf": _open_gguf, ".ninfer": _open_artifact}
 """Path suffix, case-sensitive → opener. Everything else is a Safetensors checkpoint."""
 
 
@@ -53,13 +60,20 @@ class Sources(Mapping[str, Any]):
     Args:
         base: path of the base checkpoint, or a store that is open already.
         named: further names and their paths; a path need not exist while its name is unused.
+        artifacts: more of them, which are artifacts whatever their files are called.
 
     Raises:
         ValueError: ``named`` contains ``base``.
     """
 
-    def __init__(self, base: Any, named: Mapping[str, str | Path] | None = None):
-        self._paths = dict(named or {})
+    def __init__(
+        self,
+        base: Any,
+        named: Mapping[str, str | Path] | None = None,
+        artifacts: Mapping[str, str | Path] | None = None,
+    ):
+        self._artifacts = dict(artifacts or {})
+        self._paths = {**(named or {}), **self._artifacts}
         if "base" in self._paths:
             raise ValueError("source 'base' is the checkpoint given with --model; choose another name")
         self._opened: dict[str, Any] = {}
@@ -75,7 +89,8 @@ class Sources(Mapping[str, Any]):
         if store is None:
             if name not in self._paths:
                 raise ValueError(f"the recipe requires source {name!r}; provide --source {name}=PATH")
-            store = self._opened[name] = open_source(name, self._paths[name])
+            opener = _open_artifact if name in self._artifacts else open_source
+            store = self._opened[name] = opener(name, Path(self._paths[name]))
         return store
 
     def __contains__(self, name: object) -> bool:

@@ -19,6 +19,8 @@ OFFICIAL = [
     "qwen3_6_35b_a3b_nvfp4",
     "qwen3_8_27b_nvfp4_nvidia",
     "qwen3_8_27b_nvfp4_orcarouter",
+    "qwen3_8_27b_quasar",
+    "qwen3_8_27b_quasar_kv",
 ]
 
 

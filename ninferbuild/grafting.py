@@ -1,0 +1,157 @@
+"""Components that a recipe takes from another artifact: their objects as parents, and what the directory says of them.
+
+Objects keep shape, format, layout and bytes; they get ids of their own behind those of the recipe's weights, and every
+reference follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ninferbuild.artifact.schema import TensorObject, TensorSpec
+from ninferbuild.bindings import WEIGHT, Binding, Fragment
+from ninferbuild.method import MethodInput, PrepareRequest
+from ninferbuild.rules.graft import graft
+from ninferbuild.sources.artifact import ArtifactSource, StoredComponent, renamed_binding
+
+if TYPE_CHECKING:
+    from ninferbuild.models.model import Model
+    from ninferbuild.rules.rule import RuleCheck
+
+FIRST_ID = 100_000
+"""Number of the first grafted object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grafted:
+    """A component of another artifact, chosen by a recipe."""
+
+    source: ArtifactSource
+    component: StoredComponent
+
+
+@dataclass(frozen=True, slots=True)
+class GraftedObject:
+    """One object of a grafted component.
+
+    Attributes:
+        parameters: names of the parameters that it holds; of an auxiliary its use.
+        fragments: which of its elements those are.
+    """
+
+    request: PrepareRequest
+    checked: RuleCheck
+    parameters: tuple[str, ...]
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraftedPlan:
+    """What grafts add to an artifact."""
+
+    objects: tuple[GraftedObject, ...]
+    bindings: dict[str, Binding]
+    uses: tuple[dict[str, Any], ...]
+
+
+def graft_of(name: str, source: object, model: Model) -> Grafted:
+    """Check that the component ``name`` of an artifact suits ``model``, and add its record and resources there.
+
+    Raises:
+        TypeError: ``source`` is no opened artifact.
+        ValueError: see :meth:`ninferbuild.recipe.Recipe.graft`.
+    """
+    if not isinstance(source, ArtifactSource):
+        raise TypeError(f"component {name!r} is taken from an artifact, a .ninfer file, not from {source!r}")
+    component = source.component(name)
+    if name in model.components:
+        raise ValueError(f"the model has a component {name!r} already; leave it out of the components, or do not graft")
+    taken = next((key for key in component.bindings if key in model.parameters), None)
+    if taken is not None:
+        raise ValueError(f"the model has a parameter {taken} already, which {source.path} would bring")
+    record = dict(component.record)
+    base = record.get("target")
+    if base is not None and base not in model.components:
+        raise ValueError(f"{source.path}: component {name!r} extends {base!r}, which the model has not")
+    _require_same_sizes(name, record, source, model.components.get(base or "", {}))
+    for role, item in component.resources.items():
+        data = source.artifact.read_object(item.id)
+        if model.resources.setdefault(item.id, data) != data:
+            raise ValueError(f"{source.path}: resource {item.id} ({role}) differs from the one that the model has")
+    model.components[name] = record
+    return Grafted(source, component)
+
+
+def _require_same_sizes(name: str, record: dict[str, Any], source: ArtifactSource, base: dict[str, Any]) -> None:
+    """A component reads the states and the tokens of the one that it extends."""
+    theirs, ours = record.get("config", {}), base.get("config", {})
+    for key in ("hidden_size", "vocab_size"):
+        if key in theirs and key in ours and theirs[key] != ours[key]:
+            raise ValueError(
+                f"{source.path}: component {name!r} was made for {key} {theirs[key]}, the model has {ours[key]}"
+            )
+
+
+def plan_grafts(grafts: Sequence[Grafted], weights: int) -> GraftedPlan:
+    """Name the objects of ``grafts`` in order.
+
+    Args:
+        weights: how many weights precede them.
+
+    Raises:
+        ValueError: so many that the ids collide.
+    """
+    if grafts and weights > FIRST_ID:
+        raise ValueError(f"{weights} weights leave no ids for grafted objects, which begin at {WEIGHT}{FIRST_ID}")
+    objects: list[GraftedObject] = []
+    bindings: dict[str, Binding] = {}
+    uses: list[dict[str, Any]] = []
+    for item in grafts:
+        component = item.component
+        first = FIRST_ID + len(objects)
+        names = {tensor.id: f"{WEIGHT}{first + index:06d}" for index, tensor in enumerate(component.tensors)}
+        held = _held(component)
+        objects += [_object(item.source, tensor, names[tensor.id], held[tensor.id]) for tensor in component.tensors]
+        bindings |= {name: renamed_binding(binding, names) for name, binding in component.bindings.items()}
+        uses += [_renamed_use(use, names) for use in component.uses]
+    return GraftedPlan(tuple(objects), bindings, tuple(uses))
+
+
+def _held(component: StoredComponent) -> dict[str, list[Fragment]]:
+    """Object id → the parameters, or uses, whose elements it holds."""
+    sizes = {tensor.id: prod(tensor.shape) for tensor in component.tensors}
+    held: dict[str, list[Fragment]] = {identifier: [] for identifier in sizes}
+    named = [*component.bindings.items()]
+    for use in component.uses:
+        for role, binding in use.get("auxiliaries", {}).items():
+            named.append((f"{use['parameter']} × {use['input']} {role}", binding))
+    for name, binding in named:
+        if "object" in binding:
+            held[binding["object"]].append(Fragment(name, 0, 0, sizes[binding["object"]]))
+            continue
+        begin = 0
+        for part in binding["parts"]:
+            first, last = part["range"]
+            held[part["object"]].append(Fragment(name, begin, first, last))
+            begin += last - first
+    return held
+
+
+def _object(source: ArtifactSource, tensor: TensorObject, identifier: str, held: Sequence[Fragment]) -> GraftedObject:
+    spec = TensorSpec(identifier, tensor.shape, tensor.format, tensor.layout, tensor.divisors)
+    names = tuple(dict.fromkeys(fragment.parameter for fragment in held))
+    nothing: Mapping[Any, Any] = MappingProxyType({})
+    inputs = (MethodInput(names[0], source.payload(tensor), ()),)
+    request = PrepareRequest(spec, inputs, nothing, {}, "", 512, nothing)
+    return GraftedObject(request, graft.check(request), names, tuple(held))
+
+
+def _renamed_use(use: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    renamed = dict(use)
+    if "auxiliaries" in use:
+        renamed["auxiliaries"] = {role: renamed_binding(binding, names) for role, binding in use["auxiliaries"].items()}
+    return renamed
