@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ninferbuild.artifact.formats import default_layout
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.artifact.schema import TensorSpec
+from ninferbuild.bindings import AUXILIARY
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, UseKey
 from ninferbuild.recipe import ACTIVATION_DIVISOR
 
@@ -77,7 +78,7 @@ def use_records(
             content = (role, value.format, tuple(value.shape), bytes(value.data))
             identifier = None if role == ACTIVATION_DIVISOR else shared.get(content)
             if identifier is None:
-                identifier = f"auxiliary/{len(objects):06d}"
+                identifier = f"{AUXILIARY}{len(objects):06d}"
                 objects.append(AuxiliaryObject(identifier, *content[1:]))
                 shared[content] = identifier
             references[role] = {"object": identifier}

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 WEIGHT = "weight/"
 """How the ids of objects that actions make begin; in a directory they follow each other in the order of the actions."""
 
+AUXILIARY = "auxiliary/"
+"""How the ids of objects that uses refer to begin; those of grafted components go by other names."""
+
 Binding = dict[str, Any]
 """``{"object": id}`` for a whole object, else ``{"parts": [{"object": id, "range": [first, last]}, …]}``."""
 

@@ -19,7 +19,7 @@ import msgspec
 from ninferbuild import platform_io
 from ninferbuild.artifact.framing import HEADER, SegmentMap, entry_header, payload_start
 from ninferbuild.artifact.schema import ArtifactError, FileRecord
-from ninferbuild.bindings import WEIGHT
+from ninferbuild.bindings import AUXILIARY
 
 if TYPE_CHECKING:
     from ninferbuild.cache import BuildRecord
@@ -114,8 +114,8 @@ def _previous(build: BuildRecord, descriptors: Sequence[int]) -> Previous | None
     data = bytearray(json_bytes)
     platform_io.read_into(descriptors[0], HEADER.size, memoryview(data))
     text = msgspec.json.decode(data, type=_Text)
-    # Actions made the weights, in the order of their keys.
-    weights = [item for item in text.objects if item.id.startswith(WEIGHT)]
+    # Actions made the tensors, in the order of their keys, but for the auxiliary ones.
+    weights = [item for item in text.objects if item.kind == "tensor" and not item.id.startswith(AUXILIARY)]
     if len(text.files) != len(descriptors) or len(weights) != len(build.keys):
         return None
     made = [Wanted(item.id, key, item.offset, item.bytes) for item, key in zip(weights, build.keys, strict=True)]
