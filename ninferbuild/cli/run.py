@@ -30,6 +30,7 @@ COMMANDS = {
     "lock": "lock",
     "reproduce": "reproduce",
     "init": "init",
+    "gguf": "gguf",
     "cache": "cache",
 }
 """Command → module of this package that defines ``command``."""
