@@ -21,6 +21,7 @@ from ninferbuild.target_schema import OptionError, Origin
 
 if TYPE_CHECKING:
     from ninferbuild.models.model import Model
+    from ninferbuild.recipes.proposal import AddedProposal
     from ninferbuild.target import Target
 
 
@@ -66,12 +67,14 @@ def configured(target: Target) -> Iterator[Configured]:
         loaded(model, recipe, sources)
         for component in target.grafts:
             recipe.graft(component, sources[component])
-        ranking = _add_proposal(target, recipe)
+        ranking, proposal = _add_proposal(target, recipe)
         overrides = []
         for reference in target.overrides:
             override = _load(reference, target.origin / "overrides")
             override(model, recipe, sources)
             overrides.append(override.reference)
+        if proposal is not None:
+            proposal.follow_output_head(recipe)
         for assign in target.assigns:
             try:
                 if assign.format is not None:
@@ -101,11 +104,10 @@ def _check_grafts(target: Target) -> None:
             raise OptionError(f"{origin}: {path} is the output too; choose another output")
 
 
-def _add_proposal(target: Target, recipe: Recipe) -> Path | None:
+def _add_proposal(target: Target, recipe: Recipe) -> tuple[Path | None, AddedProposal | None]:
     if target.proposal is None:
-        return None
+        return None, None
     from ninferbuild.recipes.proposal import add_official_proposal, find_ranking
 
     ranking = find_ranking(target.proposal.ranking, recipe.model.root)
-    add_official_proposal(recipe, ranking=ranking, rows=target.proposal.rows)
-    return ranking
+    return ranking, add_official_proposal(recipe, ranking=ranking, rows=target.proposal.rows)

@@ -6,9 +6,10 @@ Draft models propose from these rows; ``proposal/token_ids`` says which token ea
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ninferbuild.recipes.formats import Q4
 from ninferbuild.rules import METHODS
@@ -131,6 +132,75 @@ def add_proposal(
             the number of rows is unsuitable.
         FileNotFoundError: there is no ranking.
     """
+    head = _Head(source, format, "grouped_absmax") if source is not None else _chosen_head(recipe, format)
+    inputs = _add_rows(recipe, head, ranking, rows).inputs
+    if source is None:
+        _copy_rotation(recipe, inputs)
+
+
+def add_official_proposal(
+    recipe: Recipe, *, ranking: str | os.PathLike[str] | None = DEFAULT_RANKING, rows: int = DEFAULT_ROWS
+) -> AddedProposal:
+    """What ``--proposal`` adds: rows of the head that the recipe imports, else Q4 rows of the checkpoint's own head.
+
+    A recipe that takes the whole output head from another source means that head; a proposal from the base
+    checkpoint would disagree with it. ``add_proposal(recipe, source=model.parameters["text/output_head"].source)``
+    gives the base head's rows whatever the recipe chose.
+    """
+    head = _official_head(recipe)
+    added = _add_rows(recipe, head, ranking, rows)
+    if head.source is not _output_head_source(recipe.model):
+        _copy_rotation(recipe, added.inputs)
+    return added
+
+
+class _Head(NamedTuple):
+    """The output head that rows are taken from, and how the rows are stored."""
+
+    source: LogicalSource
+    format: str
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddedProposal:
+    """A proposal head as it was added.
+
+    Attributes:
+        ids: the tokens of its rows.
+        inputs: the hidden states that it multiplies.
+        head: where the rows come from.
+        selections: what the recipe had for ``proposal/head`` and ``proposal/token_ids`` afterwards.
+    """
+
+    ids: NDArray[np.int32]
+    inputs: tuple[str, ...]
+    head: _Head
+    selections: tuple[Selection, Selection]
+
+    def follow_output_head(self, recipe: Recipe) -> None:
+        """Take the rows from the output head that the recipe has by now: what ``--proposal`` does after overrides.
+
+        The result is what adding the proposal now would give, but for choices made for ``proposal/head`` since: its
+        source stays if it was assigned, and so do its format and method. Nothing changes while ``proposal/token_ids``
+        is not what was added, or while the output head is split.
+        """
+        from ninferbuild.sources.logical import gather_source
+
+        head, ids = self.selections
+        if recipe.selections[TOKEN_IDS] != [ids] or len(recipe.selections[OUTPUT_HEAD]) != 1:
+            return
+        chosen = _official_head(recipe)
+        (now, *others) = recipe.selections[HEAD]
+        if others or now.source is not head.source or chosen.source is self.head.source:
+            return
+        recipe.assign(HEAD, source=gather_source(chosen.source, self.ids))
+        if (now.format, now.method) == (head.format, head.method):
+            recipe.assign(HEAD, format=chosen.format, method=chosen.method)
+        _copy_rotation(recipe, self.inputs)
+
+
+def _add_rows(recipe: Recipe, head: _Head, ranking: str | os.PathLike[str] | None, rows: int) -> AddedProposal:
     import numpy as np
 
     from ninferbuild.models.model import Parameter
@@ -142,18 +212,11 @@ def add_proposal(
     path = find_ranking(ranking, model.root)
     counts = read_counts(path, model.config["vocab_size"])[: model.token_count]
     ids = select_shortlist(counts, rows, model.special_token_ids).astype(np.int32)
-
-    method, derived = "grouped_absmax", source is None
-    if source is None:
-        selection = _only_selection(recipe)
-        source = selection.source
-        if selection.method is METHODS["import_encoded"]:
-            method, format = "import_encoded", selection.format
-    head = gather_source(source, ids)
+    gathered = gather_source(head.source, ids)
     inputs = tuple(f"{name}/final_hidden" for name in ("mtp", "dflash", "dflash2") if name in model.components)
 
     model.components["text"]["proposal"] = {"domain": "indexed", "rows": rows}
-    model.add(Parameter(HEAD, tuple(head.shape), head, inputs=inputs, residency="proposal"))
+    model.add(Parameter(HEAD, tuple(gathered.shape), gathered, inputs=inputs, residency="proposal"))
     model.add(
         Parameter(
             TOKEN_IDS,
@@ -165,24 +228,24 @@ def add_proposal(
     )
     recipe.add_parameter(HEAD)
     recipe.add_parameter(TOKEN_IDS)
-    recipe.assign(HEAD, format=format, method=method)
-    if derived:
-        _copy_rotation(recipe, inputs)
+    recipe.assign(HEAD, format=head.format, method=head.method)
+    (added,), (token_ids,) = recipe.selections[HEAD], recipe.selections[TOKEN_IDS]
+    return AddedProposal(ids, inputs, head, (added, token_ids))
 
 
-def add_official_proposal(
-    recipe: Recipe, *, ranking: str | os.PathLike[str] | None = DEFAULT_RANKING, rows: int = DEFAULT_ROWS
-) -> None:
-    """What ``--proposal`` adds: rows of the head that the recipe imports, else Q4 rows of the checkpoint's own head.
-
-    A recipe that takes the whole output head from another source means that head; a proposal from the base
-    checkpoint would disagree with it. ``add_proposal(recipe, source=model.parameters["text/output_head"].source)``
-    gives the base head's rows whatever the recipe chose.
-    """
+def _official_head(recipe: Recipe) -> _Head:
     own = _output_head_source(recipe.model)
     selections = recipe.selections[OUTPUT_HEAD]
     replaced = len(selections) == 1 and selections[0].source is not own
-    add_proposal(recipe, ranking=ranking, rows=rows, source=None if replaced else own)
+    return _chosen_head(recipe, Q4) if replaced else _Head(own, Q4, "grouped_absmax")
+
+
+def _chosen_head(recipe: Recipe, format: str) -> _Head:
+    """What the recipe has for the output head: encoded rows where it imports them, else values for ``format``."""
+    selection = _only_selection(recipe)
+    if selection.method is METHODS["import_encoded"]:
+        return _Head(selection.source, selection.format, "import_encoded")
+    return _Head(selection.source, format, "grouped_absmax")
 
 
 def _output_head_source(model: Model) -> LogicalSource:

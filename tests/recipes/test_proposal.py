@@ -216,6 +216,82 @@ def test_values_from_a_given_source_get_no_signs(recipe: Recipe, ranking: Path) 
     assert not any(name == "proposal/head" for name, _, _ in recipe.auxiliary_overrides)
 
 
+def other_head(label: str = "other") -> LogicalSource:
+    return array_source(np.arange(16 * 128, dtype=np.float32).reshape(16, 128), label)
+
+
+class TestFollowingTheOutputHead:
+    """What happens to the rows when the output head is replaced after they were added."""
+
+    def test_rows_come_from_the_new_head(self, recipe: Recipe, ranking: Path) -> None:
+        added = add_official_proposal(recipe, ranking=ranking, rows=6)
+        recipe.assign("text/output_head", source=other_head())
+        added.follow_output_head(recipe)
+        (chosen,) = recipe.selections["proposal/head"]
+        assert chosen.source.label == "rows(other, 6 spans, 6 rows)"
+        assert torch.equal(chosen.source.rows(0, 6), other_head().rows(0, 16)[IDS])
+        assert (chosen.format, chosen.method) == (Q4, METHODS["grouped_absmax"])
+
+    def test_an_imported_head_lends_encoded_rows(self, recipe: Recipe, ranking: Path, checkpoints: Path) -> None:
+        added = add_official_proposal(recipe, ranking=ranking, rows=6)
+        imported_head(recipe, checkpoints)
+        added.follow_output_head(recipe)
+        (chosen,) = recipe.selections["proposal/head"]
+        assert (chosen.format, chosen.method) == (FP8, METHODS["import_encoded"])
+
+    def test_an_imported_head_that_is_replaced_by_values(
+        self, recipe: Recipe, ranking: Path, checkpoints: Path
+    ) -> None:
+        imported_head(recipe, checkpoints)
+        added = add_official_proposal(recipe, ranking=ranking, rows=6)
+        recipe.assign("text/output_head", source=other_head(), format=Q6, method="grouped_absmax")
+        added.follow_output_head(recipe)
+        (chosen,) = recipe.selections["proposal/head"]
+        assert (chosen.format, chosen.method) == (Q4, METHODS["grouped_absmax"])
+        assert chosen.source.label.startswith("rows(other")
+
+    def test_what_was_assigned_stays(self, recipe: Recipe, ranking: Path) -> None:
+        added = add_official_proposal(recipe, ranking=ranking, rows=6)
+        recipe.assign("text/output_head", source=other_head())
+        own = array_source(np.zeros((6, 128), np.float32), "own")
+        recipe.assign("proposal/head", source=own)
+        added.follow_output_head(recipe)
+        assert recipe.selections["proposal/head"][0].source is own
+
+    def test_an_assigned_format_goes_with_the_new_rows(self, recipe: Recipe, ranking: Path, checkpoints: Path) -> None:
+        added = add_official_proposal(recipe, ranking=ranking, rows=6)
+        recipe.assign("proposal/head", format=Q6)
+        imported_head(recipe, checkpoints)
+        added.follow_output_head(recipe)
+        (chosen,) = recipe.selections["proposal/head"]
+        assert (chosen.format, chosen.method) == (Q6, METHODS["grouped_absmax"])
+        assert str(checkpoints / "q8") in chosen.source.label
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda recipe: None,
+            lambda recipe: recipe.assign("text/output_head", format=Q6),
+            lambda recipe: recipe.assign("text/output_head", source=other_head(), rows=(0, 4)),
+            lambda recipe: (
+                recipe.assign("text/output_head", source=other_head()),
+                recipe.assign("proposal/token_ids", source=array_source(np.arange(6, dtype=np.int32), "ids")),
+            ),
+            lambda recipe: (
+                recipe.assign("text/output_head", source=other_head()),
+                recipe.assign("proposal/head", format=Q6, rows=(0, 2)),
+            ),
+        ],
+        ids=["nothing", "a format", "a split head", "other tokens", "split rows"],
+    )
+    def test_otherwise_nothing_changes(self, recipe: Recipe, ranking: Path, change: Callable[[Recipe], object]) -> None:
+        added = add_official_proposal(recipe, ranking=ranking, rows=6)
+        change(recipe)
+        before = recipe.selections["proposal/head"]
+        added.follow_output_head(recipe)
+        assert recipe.selections["proposal/head"] is before
+
+
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """An empty working directory; makes ranking files at the place a name says."""
