@@ -6,7 +6,7 @@ reference follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -68,32 +68,56 @@ def graft_of(name: str, source: object, model: Model) -> Grafted:
     if not isinstance(source, ArtifactSource):
         raise TypeError(f"component {name!r} is taken from an artifact, a .ninfer file, not from {source!r}")
     component = source.component(name)
-    if name in model.components:
-        raise ValueError(f"the model has a component {name!r} already; leave it out of the components, or do not graft")
-    taken = next((key for key in component.bindings if key in model.parameters), None)
-    if taken is not None:
-        raise ValueError(f"the model has a parameter {taken} already, which {source.path} would bring")
-    record = dict(component.record)
-    base = record.get("target")
-    if base is not None and base not in model.components:
-        raise ValueError(f"{source.path}: component {name!r} extends {base!r}, which the model has not")
-    _require_same_sizes(name, record, source, model.components.get(base or "", {}))
+    check_component(component, source, model.components, model.parameters)
     for role, item in component.resources.items():
         data = source.artifact.read_object(item.id)
         if model.resources.setdefault(item.id, data) != data:
             raise ValueError(f"{source.path}: resource {item.id} ({role}) differs from the one that the model has")
-    model.components[name] = record
+    model.components[name] = dict(component.record)
     return Grafted(source, component)
 
 
-def _require_same_sizes(name: str, record: dict[str, Any], source: ArtifactSource, base: dict[str, Any]) -> None:
-    """A component reads the states and the tokens of the one that it extends."""
-    theirs, ours = record.get("config", {}), base.get("config", {})
+def check_component(
+    component: StoredComponent, source: ArtifactSource, components: Mapping[str, Any], parameters: Container[str]
+) -> None:
+    """Refuse a component that cannot stand beside ``components`` with their ``parameters``.
+
+    Raises:
+        ValueError: it, or one of its parameters, is there already; or what it extends is missing or of another size.
+    """
+    name, record = component.name, component.record
+    if name in components:
+        raise ValueError(f"there is a component {name!r} already; take one of the two")
+    taken = next((key for key in component.bindings if key in parameters), None)
+    if taken is not None:
+        raise ValueError(f"there is a parameter {taken} already, which {source.path} would bring")
+    base = record.get("target")
+    if base is not None and base not in components:
+        raise ValueError(f"{source.path}: component {name!r} extends {base!r}, and there is no such component")
+    # A component reads the states and the tokens of the one that it extends.
+    theirs, ours = record.get("config", {}), components.get(base or "", {}).get("config", {})
     for key in ("hidden_size", "vocab_size"):
         if key in theirs and key in ours and theirs[key] != ours[key]:
             raise ValueError(
-                f"{source.path}: component {name!r} was made for {key} {theirs[key]}, the model has {ours[key]}"
+                f"{source.path}: component {name!r} was made for {key} {theirs[key]}, this model has {ours[key]}"
             )
+    norm, hidden = component.elements(f"{name}/final_norm"), ours.get("hidden_size")
+    if norm is not None and hidden is not None and norm != hidden:
+        raise ValueError(
+            f"{source.path}: component {name!r} was made for states of {norm} elements, this model has {hidden}"
+        )
+
+
+def readers_of(component: StoredComponent) -> Iterator[dict[str, Any]]:
+    """Uses of states of the component by parameters of others, as they should be beside it.
+
+    A proposal head holds rows of the output head and multiplies what that multiplies; an artifact without one does not
+    say so.
+    """
+    yield from component.readers
+    for use in component.readers:
+        if use["parameter"] == "text/output_head":
+            yield {"parameter": "proposal/head", "input": use["input"], "activation_policy": "A16Only"}
 
 
 def plan_grafts(grafts: Sequence[Grafted], weights: int) -> GraftedPlan:
@@ -117,7 +141,7 @@ def plan_grafts(grafts: Sequence[Grafted], weights: int) -> GraftedPlan:
         held = _held(component)
         objects += [_object(item.source, tensor, names[tensor.id], held[tensor.id]) for tensor in component.tensors]
         bindings |= {name: renamed_binding(binding, names) for name, binding in component.bindings.items()}
-        uses += [_renamed_use(use, names) for use in component.uses]
+        uses += [renamed_use(use, names) for use in component.uses]
     return GraftedPlan(tuple(objects), bindings, tuple(uses))
 
 
@@ -150,7 +174,8 @@ def _object(source: ArtifactSource, tensor: TensorObject, identifier: str, held:
     return GraftedObject(request, graft.check(request), names, tuple(held))
 
 
-def _renamed_use(use: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def renamed_use(use: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of a use record with other object ids."""
     renamed = dict(use)
     if "auxiliaries" in use:
         renamed["auxiliaries"] = {role: renamed_binding(binding, names) for role, binding in use["auxiliaries"].items()}

@@ -7,7 +7,7 @@ the files, and the artifact id is computed from the directory. Two builds of one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import hashlib
 import json
 import os
@@ -144,26 +144,41 @@ def lay_out(
         provenance["overrides"] = list(contents.overrides)
     provenance["sources"] = {name: {"digest": digest.hex()} for name, digest in source_digests.items()}
     provenance["payload"] = root.hex()
-    uses, metadata = list(contents.uses), {} if contents.name is None else {"name": contents.name}
+    directory = Directory(
+        dict(contents.components),
+        tuple(objects),
+        dict(contents.bindings),
+        list(contents.uses),
+        (FileRecord(None, payload_bytes),),
+        {} if contents.name is None else {"name": contents.name},
+        provenance,
+    )
+    return layout_of(directory, entry_name, contents.max_file_bytes)
+
+
+def layout_of(directory: Directory, entry_name: str, max_file_bytes: int | None) -> Layout:
+    """The files that ``directory`` needs, whatever files it names itself, and the id that follows from it.
+
+    Raises:
+        FileSizeError: ``max_file_bytes`` is too small.
+        ArtifactError: the directory cannot be written as JSON.
+    """
     encoded = encode_directory(
         {
-            "components": contents.components,
-            "objects": [item.to_json() for item in objects],
-            "bindings": contents.bindings,
-            "uses": uses,
-            "metadata": metadata,
-            "provenance": provenance,
+            "components": directory.components,
+            "objects": [item.to_json() for item in directory.objects],
+            "bindings": directory.bindings,
+            "uses": directory.uses,
+            "metadata": directory.metadata,
+            "provenance": directory.provenance,
         }
     )
     try:
-        records, text, offset = divide(entry_name, encoded, payload_bytes, contents.max_file_bytes)
+        records, text, offset = divide(entry_name, encoded, directory.payload_bytes, max_file_bytes)
     except ArtifactError as error:
         raise FileSizeError(f"--max-file-bytes, or max_file_bytes of a target: {error}") from None
     files = tuple(FileRecord(record["path"], record["payload_bytes"]) for record in records)
-    directory = Directory(
-        dict(contents.components), tuple(objects), dict(contents.bindings), uses, files, metadata, provenance
-    )
-    return Layout(directory, text, offset, artifact_id_of(text, files))
+    return Layout(replace(directory, files=files), text, offset, artifact_id_of(text, files))
 
 
 def artifact_id_of(text: bytes, files: Sequence[FileRecord]) -> bytes:
@@ -444,7 +459,7 @@ def write(
         if taken is None:
             staged.extend(StagedFile(path, length) for path, length in zip(paths, lengths, strict=True))
         cloned = _clone(layout, contents, records, staged, complete, previous)
-        _write_framing(layout, staged)
+        write_framing(layout, staged)
         refused = _write_payload(layout, contents, records, cache, staged, complete, cloned, behind)
         if accept is not None:
             accept([file.path for file in staged], paths)
@@ -482,7 +497,8 @@ def _header(layout: Layout) -> bytes:
     return HEADER.pack(MAGIC, len(layout.text), layout.artifact_id)
 
 
-def _write_framing(layout: Layout, staged: Sequence[StagedFile]) -> None:
+def write_framing(layout: Layout, staged: Sequence[StagedFile]) -> None:
+    """Write headers and directory into the temporaries, entry first."""
     staged[0].write(0, _header(layout) + layout.text)
     for index, file in enumerate(staged[1:], 1):
         file.write(0, HEADER.pack(PART_MAGIC, index, layout.artifact_id))

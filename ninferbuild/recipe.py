@@ -276,6 +276,10 @@ class Recipe:
             raise ValueError(f"unknown activation policy {activation_policy!r} for {parameter}")
         if input_name not in known.inputs:
             self.model.parameters[parameter] = replace(known, inputs=(*known.inputs, input_name))
+            for (name, _, role), value in list(self.auxiliary_overrides.items()):
+                # What a weight was transformed with applies to all that it multiplies; a divisor is one activation's.
+                if name == parameter and role != ACTIVATION_DIVISOR:
+                    self.auxiliary_overrides.setdefault((parameter, input_name, role), value)
         self.policies[parameter, input_name] = activation_policy
 
     def graft(self, component: str, source: ArtifactSource) -> None:
@@ -292,12 +296,13 @@ class Recipe:
             ValueError: the artifact has no such component, the model has it already, or the component was made for
                 another model.
         """
-        from ninferbuild.grafting import graft_of  # few recipes take anything from another artifact
+        from ninferbuild.grafting import graft_of, readers_of  # few recipes take anything from another artifact
 
         taken = graft_of(component, source, self.model)
         self.grafts.append(taken)
-        for use in taken.component.readers:
-            if use["parameter"] in self.selections:
+        for use in readers_of(taken.component):
+            known = self.model.parameters.get(use["parameter"])
+            if use["parameter"] in self.selections and known is not None and use["input"] not in known.inputs:
                 policy = use.get("activation_policy", DEFAULT_POLICY)
                 self.add_input(use["parameter"], use["input"], activation_policy=policy)
 

@@ -137,8 +137,18 @@ def object_digest(artifact: Artifact, object_id: str) -> bytes:
         ArtifactError: the object's encoding is unknown or inconsistent, or a part does not belong to the artifact.
         OSError: a part is missing or unreadable.
     """
+    return combine(digest for _, digest in object_blocks(artifact, object_id))
+
+
+def object_blocks(artifact: Artifact, object_id: str) -> Iterator[tuple[bytes, bytes]]:
+    """The bytes of one object from the first to the last in those blocks, each with its digest.
+
+    Raises:
+        as :func:`object_digest`.
+    """
     item = artifact.object(object_id)
-    return combine(block.digest for block in _blocks(artifact, item, range(len(_extents(item)))))
+    for block in _blocks(artifact, item, range(len(_extents(item)))):
+        yield block.data, block.digest
 
 
 @dataclass(frozen=True, slots=True)

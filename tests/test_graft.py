@@ -222,11 +222,11 @@ def test_refuses_artifacts_that_do_not_suit(target: Target) -> None:
         build(replace(target, grafts={"dflash2": path}))
     path.unlink()
     write_donor(path, hidden=32)
-    with pytest.raises(ValueError, match="'draft' was made for hidden_size 32, the model has 64"):
+    with pytest.raises(ValueError, match="'draft' was made for hidden_size 32, this model has 64"):
         build(target)
     path.unlink()
     write_donor(path, target="draft")
-    with pytest.raises(ValueError, match="extends 'draft', which the model has not"):
+    with pytest.raises(ValueError, match="extends 'draft', and there is no such component"):
         build(target)
     path.write_bytes(b"no artifact")
     with pytest.raises(ValueError, match=r"donor\.ninfer"):
@@ -266,7 +266,7 @@ class TestRecipe:
         recipe = Recipe(Model({"text": {"config": {}}}))
         with source:
             recipe.graft("draft", source)
-            with pytest.raises(ValueError, match="has a component 'draft' already"):
+            with pytest.raises(ValueError, match="there is a component 'draft' already"):
                 recipe.graft("draft", source)
             with pytest.raises(ValueError, match="put in by the build"):
                 prepare(recipe, device="cpu", rows_per_chunk=512)

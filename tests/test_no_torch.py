@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+from fixtures.donor import write_donor
 from fixtures.workbench import fingerprints, ninferbuild
 import pytest
 
@@ -113,6 +114,12 @@ def test_commands(built: Path) -> None:
         *(["cache", what] for what in ("dir", "stats", "ls", "verify")),
     ]
     assert never_load_torch(built, *commands)
+
+
+def test_graft(built: Path, tmp_path: Path) -> None:
+    write_donor(tmp_path / "donor.ninfer", hidden=128)
+    graft = ["graft", str(built / "official.ninfer"), "--component", "draft", "--from", "donor.ninfer", "--out", "o"]
+    assert never_load_torch(tmp_path, graft)
 
 
 def test_commands_that_remove(built: Path, tmp_path: Path) -> None:

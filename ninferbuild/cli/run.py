@@ -27,6 +27,7 @@ COMMANDS = {
     "list": "list_",
     "inspect": "inspect",
     "verify": "verify",
+    "graft": "graft",
     "lock": "lock",
     "reproduce": "reproduce",
     "init": "init",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
+from ninferbuild.cli.byte_bar import byte_bar
 from ninferbuild.cli.options import subcommand
 from ninferbuild.cli.output import Output
 
@@ -53,7 +51,7 @@ def command(output: Output, artifact: Path, against: Path | None, limit: int) ->
     from ninferbuild.verify import verify
 
     expected = None if against is None else read_expected(against, artifact)
-    with _shown(output) as observe:
+    with byte_bar(output) as observe:
         result = verify(artifact, against=expected, limit=limit, observe=observe)
     if output.as_json:
         output.json_document(result.to_json())
@@ -89,18 +87,3 @@ def _print(output: Output, result: Verification) -> None:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-@contextmanager
-def _shown(output: Output) -> Iterator[Callable[[int, int], None] | None]:
-    """What shows how much is verified: a bar if standard error is a terminal."""
-    if output.quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda done, total: bar.update(task, completed=done, total=total)

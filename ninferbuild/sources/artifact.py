@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,6 +55,16 @@ class StoredComponent:
     readers: tuple[dict[str, Any], ...]
     tensors: tuple[TensorObject, ...]
     resources: dict[str, ResourceObject]
+
+    def elements(self, parameter: str) -> int | None:
+        """How many elements a parameter has; None if there is no such parameter."""
+        binding = self.bindings.get(parameter)
+        if binding is None:
+            return None
+        if "object" in binding:
+            return next(prod(item.shape) for item in self.tensors if item.id == binding["object"])
+        parts: list[dict[str, Any]] = binding["parts"]
+        return sum(int(part["range"][1]) - int(part["range"][0]) for part in parts)
 
 
 class ArtifactSource:
