@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tomllib
 
-from fixtures import synthetic
+from fixtures import gguf_export, synthetic
 from fixtures.command_server import serving
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ from ninferbuild.target import TargetFile
 from ninferbuild.target_schema import _ASSIGN_KEYS, CACHE_KEYS, PROPOSAL_ROWS, TARGET_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/targets.md", "docs/recipes.md")
+PAGES = ("README.md", "docs/targets.md", "docs/recipes.md", "docs/from-a-gguf.md")
 
 NOT_RUN = {
     "pip install .": "would replace the installation under test",
@@ -59,10 +59,13 @@ def blocks(page: str) -> list[Block]:
     ]
 
 
-def write_checkpoint(root: Path, tokens: int) -> None:
-    """Text, vision and MTP, and what else the pages name."""
+def write_checkpoint(root: Path, tokens: int, *, exported: bool) -> None:
+    """Text, vision and MTP, and what else the pages name; ``exported``: as GGUF files too."""
     geometry = synthetic.text_geometry(4, h=64, vocab=tokens)
     synthetic.write_base(root / "Qwen3.6-27B", geometry, salt=1, shards=2)
+    if exported:
+        gguf_export.export(root / "Qwen3.6-27B", root / "model.gguf")
+        gguf_export.export_vision(root / "Qwen3.6-27B", root / "mmproj.gguf")
     synthetic.write_ranking(root / "ranking.i64", geometry["vocab_size"], salt=1)
     shape = (geometry["hidden_size"], geometry["intermediate_size"])
     np.save(root / "down.npy", np.linspace(-1, 1, shape[0] * shape[1], dtype=np.float32).reshape(shape))
@@ -112,8 +115,9 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 def desk(page: str, command: list[str], tmp_path: Path) -> Desk:
     here = tmp_path / "here"
     here.mkdir()
+    text = (ROOT / page).read_text()
     # A proposal head without a number of rows needs that many tokens.
-    write_checkpoint(here, PROPOSAL_ROWS + 512 if "--proposal " in (ROOT / page).read_text() else 2048)
+    write_checkpoint(here, PROPOSAL_ROWS + 512 if "--proposal " in text else 2048, exported="model.gguf" in text)
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "ninferbuild").write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')

@@ -320,7 +320,7 @@ class TestUsersFunctions:
         self, world: World, tmp_path: Path, target: Callable[[float, Path], Target]
     ) -> None:
         build(target(2.0, world.root / "F32.gguf"))
-        tensors = gguf_export.read_safetensors(world.root / "hf" / "model.safetensors")
+        tensors = gguf_export.read_checkpoint(world.root / "hf")
         norms = [tensors[f"model.language_model.layers.{layer}.input_layernorm.weight"] + 1 for layer in (0, 1)]
         expected = (norms[0] + np.float32(2) * norms[1]).astype(np.float32)
         found = next(data for name, data in payloads(tmp_path / "out.ninfer").items() if "3/input_norm " in name)
