@@ -207,6 +207,8 @@ def _prepare_for_planning(session: Session) -> None:
 def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any]]:
     """Every logical parameter with what the recipe chose for it.
 
+    ``auxiliaries`` are the roles that its uses have; what users' methods supply is known only once they ran.
+
     Args:
         pattern: shell-style pattern of names; ``*`` crosses ``/``. None: all.
 
@@ -216,9 +218,13 @@ def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any
     with configured(target) as ready:
         planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
         stored: dict[str, list[Parent]] = {}
+        roles: dict[str, dict[str, None]] = {}
         for parent in planned.parents:
             for name in parent.names:
                 stored.setdefault(name, []).append(parent)
+        for table in (ready.recipe.auxiliary_overrides, *(p.checked.auxiliaries for p in planned.parents if p.checked)):
+            for name, _, role in table:
+                roles.setdefault(name, {})[role] = None
         found = []
         for name, parameter in ready.model.parameters.items():
             if pattern is not None and name != pattern and not fnmatchcase(name, pattern):
@@ -235,6 +241,7 @@ def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any
                     "format": ", ".join(dict.fromkeys(parent.target.format for parent in parents)),
                     "method": ", ".join(dict.fromkeys(parent.method_name for parent in parents)),
                     "parent": ", ".join(parent.target.id for parent in parents),
+                    "auxiliaries": list(roles.get(name, ())),
                 }
             )
     if not found:

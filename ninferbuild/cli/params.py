@@ -31,7 +31,7 @@ def command(
     assigns: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """List the logical parameters of a target: shape, inputs, chosen format and method, parent.
+    """List the logical parameters of a target: shape, inputs, chosen format and method, parent, auxiliaries.
 
     PATTERN is a selector as in recipes: an exact name, or one with *, ? and [...]. With convert's options instead of a
     target, the only argument is PATTERN.
@@ -49,7 +49,9 @@ def command(
     if output.as_json:
         output.json_document(rows)
         return
-    columns = ("name", "shape", "inputs", "format", "method", "parent")
+    columns = ["name", "shape", "inputs", "format", "method", "parent"]
+    if any(row["auxiliaries"] for row in rows):
+        columns.append("auxiliaries")
     output.table([[_cell(row[column]) for column in columns] for row in rows], header=columns)
 
 

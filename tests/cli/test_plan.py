@@ -32,8 +32,9 @@ def planned(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Target, 
 
     def parameters(target: Target, pattern: str | None) -> list[dict[str, Any]]:
         calls.append((target, pattern))
-        row = {"name": "n", "shape": [2, 3], "inputs": ["a", "b"], "format": "bf16", "method": "m", "parent": None}
-        return [row, row | {"shape": [], "inputs": []}]
+        row: dict[str, Any] = {"name": "n", "shape": [2, 3], "inputs": ["a", "b"], "format": "bf16", "method": "m"}
+        row |= {"parent": None, "auxiliaries": []}
+        return [row, row | {"shape": [], "inputs": [], "auxiliaries": ["s", "t"] if pattern == "y" else []}]
 
     module.plan = plan
     module.parameters = parameters
@@ -86,6 +87,14 @@ def test_params(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> N
         ("model.ninfer", "x/*"),
     ]
     assert len(json.loads(run("params", "--json").out)) == 2
+
+
+def test_params_with_auxiliaries(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> None:
+    assert run("params", "a", "y").out.splitlines() == [
+        "name  shape  inputs  format  method  parent  auxiliaries",
+        "n     2 × 3  a, b    bf16    m       -       -",
+        "n     -      -       bf16    m       -       s, t",
+    ]
 
 
 @pytest.mark.parametrize(
