@@ -88,7 +88,7 @@ class Sources(Mapping[str, Any]):
         store = self._opened.get(name)
         if store is None:
             if name not in self._paths:
-                raise ValueError(f"the recipe requires source {name!r}; provide --source {name}=PATH")
+                raise ValueError(f"the selected recipe requires source {name!r}; provide --source {name}=PATH")
             opener = _open_artifact if name in self._artifacts else open_source
             store = self._opened[name] = opener(name, Path(self._paths[name]))
         return store
