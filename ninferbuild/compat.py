@@ -79,6 +79,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "tools.convert.resources": _names(
         "ninferbuild.models.resources", "token_domain load_resources TEXT_RESOURCES VISION_RESOURCES"
     ),
+    "tools.convert.imatrix": _names("ninferbuild.imatrix", "load"),
     "tools.convert.qwen3_5": _names("ninferbuild.models.qwen3_5", "build_model text_config vision_config draft_config"),
     "tools.convert.quantization.groupwise": {
         **_names("ninferbuild.rules.groupwise", "quantize_matrix QuantizedMatrix pick_device"),

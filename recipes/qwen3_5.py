@@ -30,6 +30,8 @@ ROUTING = ("/moe/router", "/moe/shared_score")
 
 _DENSE_Q4 = ("/attention/query", "/attention/key", "/gdn/query", "/gdn/key", "/mlp/gate", "/mlp/up")
 _DENSE_MLP = ("/mlp/gate", "/mlp/up")
+_RESIDUAL = ("/attention/output", "/gdn/output", "/mlp/down")
+_FIRST_LATE_LAYER = 36
 _LATE_EXPERT_LAYERS = frozenset({34, 38, 39})
 _BF16_ATTENTION_LAYERS = range(24)
 NVFP4_MLP_LAYERS = range(56)
@@ -39,13 +41,15 @@ NVFP4_MLP_LAYERS = range(56)
 def require_dense(model: Model) -> None:
     """Raises ``ValueError`` for a mixture-of-experts model."""
     if "num_experts" in model.config:
-        raise ValueError("this recipe requires Qwen3.5 Dense, but the model is a mixture of experts")
+        raise ValueError(
+            "this official recipe requires Qwen3.5 Dense mathematics, but the model is a mixture of experts"
+        )
 
 
 def require_moe(model: Model) -> None:
     """Raises ``ValueError`` for a dense model."""
     if "num_experts" not in model.config:
-        raise ValueError("this recipe requires Qwen3.5 MoE, but the model is dense")
+        raise ValueError("this official recipe requires Qwen3.5 MoE mathematics; the model is dense")
 
 
 def layer_of(name: str) -> int:
@@ -89,6 +93,30 @@ def _separate_gates(recipe: Recipe, names: list[str]) -> None:
     gates = [name for name in names if name.endswith(GDN_GATES)]
     if gates:
         recipe.separate(gates)
+
+
+def qwen3_8_27b_imatrix(model: Model, recipe: Recipe, sources: Sources) -> None:
+    """Searched Q4 and Q5 text, weighed by the importance vectors of ``imatrix``; late layers give up a bit."""
+    require_dense(model)
+    optional_components(model, recipe)
+    parameters = {"imatrix": str(sources["imatrix"].path), "negative_scales": True}
+
+    def search(names: str | list[str], format: str) -> None:
+        recipe.assign(names, format=format, method="grouped_search", parameters=parameters)
+
+    search(EMBEDDING, Q4)
+    search(HEAD, Q6)
+    layers = projections(model, LAYERS)
+    _separate_gates(recipe, layers)
+    quantized = [name for name in layers if not name.endswith(GDN_GATES)]
+    four_bits = {name for name in quantized if name.endswith(_DENSE_Q4) or _late_output(name)}
+    search([name for name in quantized if name in four_bits], Q4)
+    search([name for name in quantized if name not in four_bits], Q5)
+
+
+def _late_output(name: str) -> bool:
+    """Whether a projection adds to the residual stream of a layer that the search stores in four bits."""
+    return name.endswith(_RESIDUAL) and layer_of(name) >= _FIRST_LATE_LAYER
 
 
 def qwen3_6_35b_a3b(model: Model, recipe: Recipe, sources: Sources) -> None:
@@ -168,5 +196,6 @@ RECIPES: dict[str, RecipeFunction] = {
         qwen3_6_27b_nvfp4,
         qwen3_8_27b_nvfp4,
         qwen3_8_27b_q6,
+        qwen3_8_27b_imatrix,
     )
 }

@@ -53,6 +53,8 @@ class ImportanceFile:
             raise FileNotFoundError(f"{path}: there is no such importance matrix") from None
         except IsADirectoryError:
             raise ValueError(f"{path}: an importance matrix is one Safetensors file, not a directory") from None
+        except ValueError as error:
+            raise ValueError(f"{error}; what llama-imatrix writes is imported with `ninferbuild imatrix`") from error
         times = (self._identity.mtime_ns, self._identity.ctime_ns)
         self._settled = opened_ns - max(times) >= SETTLED_NS
 
@@ -60,6 +62,11 @@ class ImportanceFile:
     def identity(self) -> FileIdentity:
         """The file as it was at the first look."""
         return self._identity
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters that the file has vectors for, in its order."""
+        return tuple(self._file.header)
 
     def is_current(self) -> bool:
         """Whether the path certainly leads to this version still."""

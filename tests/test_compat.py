@@ -70,25 +70,14 @@ DOCUMENTED = {
 }
 """Every name that recipe files of the reference converter may import."""
 
-NOT_YET = {
-    "tools.convert.official_recipes": "qwen3_8_27b_imatrix",
-    "tools.convert.imatrix": "load",
-}
-"""Those that have no counterpart here yet."""
-
 
 @pytest.mark.parametrize("module", DOCUMENTED)
-def test_documented_names_are_there_or_known_to_be_missing(module: str) -> None:
-    missing = set(NOT_YET.get(module, "").split())
+def test_documented_names_are_there(module: str) -> None:
     with compat.active():
         for name in DOCUMENTED[module].split():
             namespace: dict[str, object] = {}
-            if name in missing:
-                with pytest.raises(ImportError, match="available"):
-                    exec(f"from {module} import {name}", namespace)
-            else:
-                exec(f"from {module} import {name}", namespace)
-                assert name in namespace
+            exec(f"from {module} import {name}", namespace)
+            assert name in namespace
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "inspect",
     "verify": "verify",
     "graft": "graft",
+    "imatrix": "imatrix",
     "lock": "lock",
     "reproduce": "reproduce",
     "init": "init",

@@ -1,0 +1,43 @@
+"""``ninferbuild imatrix``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ninferbuild.cli.options import subcommand
+from ninferbuild.cli.output import Output
+from ninferbuild.errors import UsageError
+
+
+@subcommand(
+    "imatrix",
+    examples=(
+        "imatrix --gguf qwen.imatrix.gguf --config Qwen3.8-27B/config.json --out qwen.imatrix.safetensors",
+        "imatrix --dat imatrix.dat --config Qwen3.8-27B/config.json --out qwen.imatrix.safetensors",
+    ),
+)
+@click.option("--gguf", metavar="PATH", help="What llama-imatrix wrote, in GGUF form.")
+@click.option("--dat", metavar="PATH", help="What older versions of llama-imatrix wrote: imatrix.dat.")
+@click.option("--config", required=True, metavar="PATH", help="config.json of the checkpoint.")
+@click.option("--out", required=True, metavar="PATH", help="Safetensors file to write; one that exists is replaced.")
+def command(output: Output, gguf: str | None, dat: str | None, config: str, out: str) -> None:
+    """Import an importance matrix of llama.cpp for grouped_search.
+
+    The file that is written holds the mean squared activation of each input channel, by parameter. Recipes take it as
+    the parameter `imatrix` of the method grouped_search, official ones as `--source imatrix=PATH`.
+    """
+    from ninferbuild.imatrix import import_matrix
+    from ninferbuild.sources.llama_imatrix import FORMS
+
+    given = [(form, Path(path)) for form, path in (("gguf", gguf), ("dat", dat)) if path is not None]
+    if len(given) != 1:
+        raise UsageError("give the importance matrix with --gguf PATH or with --dat PATH")
+    ((form, source),) = given
+    with FORMS[form](source) as matrix:
+        count = import_matrix(source, matrix.mean_squares, Path(config), Path(out))
+    if output.as_json:
+        output.json_document({"out": out, "parameters": count, "source": source.name})
+    else:
+        output.report(f"{count} parameters -> {out}")
