@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ninferbuild import user_actions
+from ninferbuild.artifact.formats import QUANT_FORMATS
 from ninferbuild.artifact.layouts import planes as planes_of
 from ninferbuild.artifact.tensor_output import TensorOutput
 from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
@@ -30,6 +32,7 @@ from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
 from ninferbuild.plan import prepare_user_method
 from ninferbuild.resolve import Action, Resolver
+from ninferbuild.rules import compiled
 from ninferbuild.spill import SpillWriter
 from ninferbuild.user_errors import message_of
 
@@ -106,6 +109,14 @@ class Executor:
             prepared = prepare_user_method(watched, device)
         self._users[id(action)] = PreparedUser(prepared, seen, lookups)
         return prepared.auxiliaries
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        """What will be run, so that what is worth preparing is prepared meanwhile."""
+        if self.device().type != "cpu":
+            return
+        quantised = (action.parent.target for action in actions if action.parent.target.format in QUANT_FORMATS)
+        if sum(prod(target.shape) for target in quantised) >= compiled.LARGE_ELEMENTS:
+            compiled.load()
 
     def run(self, action: Action) -> None:
         """Make one payload and commit it.

@@ -226,6 +226,7 @@ class Job:
         self._contents = self.session.contents()
         if self.linking and executor.staging is None:
             executor.staging = self._stage(self._contents)
+        executor.expect(missing)
         graph = action_graph(self.session, self._contents, run)
         try:
             graphs.run(graph, workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)

@@ -21,6 +21,7 @@ import torch
 from ninferbuild.artifact.codecs import row_split
 from ninferbuild.artifact.formats import QuantFormat, get_format
 from ninferbuild.artifact.layouts import K_ALIGNMENT, RowSplitGeometry, align_up, row_split_geometry
+from ninferbuild.rules import compiled
 from ninferbuild.rules.devices import pick_device
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.rules.tiles import bfloat16_maxima, row_tiles
@@ -135,6 +136,9 @@ def encode_matrix(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags)
     """
     require_floating_matrix(weight)
     geometry = row_split_geometry(format, (weight.shape[0], weight.shape[1]))
+    whole = weight.dtype == torch.bfloat16 and weight.shape[1] == geometry.padded_columns
+    if whole and weight.device.type == "cpu" and compiled.ready(format):
+        return _encode_compiled(weight.contiguous(), format, errors, geometry)
 
     def tiles() -> Iterator[tuple[int, int, QuantizedMatrix]]:
         scratch: Scratch | None = None
@@ -157,6 +161,25 @@ def packed_planes(
         for plane, packed in zip(planes, row_split.pack_rows(tile.codes, tile.scales, format), strict=True):
             row_bytes = len(plane) // geometry.rows
             plane[begin * row_bytes : end * row_bytes] = packed
+    return planes
+
+
+def _encode_compiled(
+    weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags, geometry: RowSplitGeometry
+) -> tuple[torch.Tensor, ...]:
+    """:func:`encode_matrix` with the compiled loops: whole rows of bfloat16 on the CPU."""
+    rows = geometry.rows
+    planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8) for plane in geometry.planes)
+    words: torch.Tensor | None = None
+    for begin, end in row_tiles(weight, weight.shape[1]):
+        tile = weight[begin:end]
+        groups = tile.view(end - begin, -1, format.group_size)
+        if words is None:
+            words = torch.empty(groups.shape, dtype=torch.int16)
+        scales, reciprocals = group_scales(bfloat16_maxima(groups, words[: end - begin]), format.qmax, errors)
+        parts = tuple(plane[begin * (len(plane) // rows) : end * (len(plane) // rows)] for plane in planes)
+        compiled.pack(tile, reciprocals, format, parts[:-1])
+        parts[-1].copy_(scales.view(torch.uint8).view(-1))
     return planes
 
 
