@@ -36,6 +36,7 @@ PAGES = ("README.md", "docs/targets.md", "docs/recipes.md", "docs/from-a-gguf.md
 
 NOT_RUN = {
     "pip install .": "would replace the installation under test",
+    "pip install '.[cpu]'": "would replace the installation under test",
     "make demo": "sets up an environment of its own; CI runs it",
     "make test": "runs this test",
 }
