@@ -194,3 +194,24 @@ def test_random_checkpoints_repeat_no_block():
     tensors = len(list(DENSE.fitted(60 * 10**9).tensors()))
     starts = {index * STEP_WORDS % BLOCK_WORDS for index in range(tensors)}
     assert len(starts) == tensors
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_6_35b_a3b_nvfp4", "qwen3_6_35b_a3b"])
+def test_sizes_are_accounted_for_to_the_byte(recipe, tmp_path):
+    from dataclasses import replace
+
+    from benchmark.geometry import EXPERTS
+    from benchmark.sizes import REST, planned, report
+
+    small = replace(EXPERTS.scaled(40), intermediate=128, shared_intermediate=128, experts=2)
+    classes = planned(tmp_path, recipe, small)
+    quantised = recipe.endswith("nvfp4")
+    size = 4 * 128 * 128 * 9 // 16 + 4 * 4 if quantised else 4 * 128 * 128 * 17 // 32
+    assert classes["routed experts, gate and up"] == (small.layers, small.layers * size)
+    assert classes["activation divisors"][0] == (small.layers * 9 if quantised else 0)
+    assert classes["tokenizer and processor files"][0] == 6
+    total = sum(size for _, size in classes.values())
+    assert 0 < classes[REST][1] < total
+    lines = report(recipe, classes, total + 1000)
+    assert lines[-1].split() == ["file", f"{total:,}", f"{total + 1000:,}", "1,000"]
+    assert [line.split()[0] for line in lines if line.endswith(" 1,000")] == ["tokenizer", "file"]

@@ -66,7 +66,7 @@ def write_sparse(directory: Path, geometry: Geometry, *, marked: bool) -> int:
 
     Args:
         marked: begin every logical parameter with bytes of its own, so that no two have one digest; all else is
-            zero. Otherwise only headers are written.
+            zero. Otherwise only headers are written, and the bytes that a tensor has to begin with.
     """
     total = 0
     serial = 0
@@ -81,6 +81,8 @@ def write_sparse(directory: Path, geometry: Geometry, *, marked: bool) -> int:
                         begin = tensor.bytes // tensor.shape[0] * row
                         os.pwrite(file.fileno(), _mark(serial)[: tensor.bytes - begin], offset + begin)
                         serial += 1
+                if tensor.begins:
+                    os.pwrite(file.fileno(), tensor.begins, offset)
                 offset += tensor.bytes
                 total += tensor.bytes
             os.ftruncate(file.fileno(), offset)
@@ -139,7 +141,8 @@ def _write_resources(directory: Path, vocabulary: int) -> None:
         "merges": [[f"to{index}", f"ken{index}"] for index in range(ordinary)],
     }
     _write_json(directory / "tokenizer.json", {"model": model, "added_tokens": special})
-    _write_json(directory / "tokenizer_config.json", {"model_max_length": 262144})
+    decoder = {str(token["id"]): {"content": token["content"], "special": True} for token in special}
+    _write_json(directory / "tokenizer_config.json", {"model_max_length": 262144, "added_tokens_decoder": decoder})
     _write_json(directory / "generation_config.json", {"eos_token_id": [ordinary]})
     (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
 

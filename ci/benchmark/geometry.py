@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-WORD_BYTES = {"BF16": 2, "F32": 4}
+WORD_BYTES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 LAYERS = "model.language_model.layers."
 
 
@@ -18,12 +18,14 @@ class Tensor:
     Attributes:
         dtype: its Safetensors name.
         parts: first row of each logical parameter that is stored in it.
+        begins: its first bytes; what follows is up to the writer.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "BF16"
     parts: tuple[int, ...] = (0,)
+    begins: bytes = b""
 
     @property
     def bytes(self) -> int:
