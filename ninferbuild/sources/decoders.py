@@ -12,9 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from ninferbuild.artifact.formats import GGUF_FORMATS
 from ninferbuild.sources.description import Description
 from ninferbuild.sources.dtypes import torch_dtype
 from ninferbuild.sources.encoded import EncodedRows
+from ninferbuild.sources.gguf_decoder import GgufBlocks
 from ninferbuild.sources.ternary_blocks import Pq2, Ptq1
 
 TILE = 1 << 18
@@ -221,5 +223,6 @@ DECODERS: dict[str, Callable[[Description], Decoder]] = {
     "fp8_block": Fp8Block,
     "pq2_0": Pq2,
     "ptq1_0": Ptq1,
+    **dict.fromkeys(GGUF_FORMATS, GgufBlocks),
 }
 """Decoder name → implementation; the names are those of ``DECODER_VERSIONS``."""

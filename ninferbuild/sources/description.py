@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 import struct
 
+from ninferbuild.artifact.formats import GGUF_FORMATS
 from ninferbuild.sources.dtypes import WORD_BYTES
 from ninferbuild.sources.ranges import Concatenation, Range, coalesce
 from ninferbuild.sources.regions import Region
@@ -307,5 +308,6 @@ DECODER_VERSIONS = {
     "fp8_block": 1,  # E4M3FN codes, one scale a 128 × 128 block
     "pq2_0": 1,  # ternary GGUF blocks: two bits a code
     "ptq1_0": 1,  # ternary GGUF blocks: five codes a byte
+    **dict.fromkeys(GGUF_FORMATS, 1),  # ggml blocks, named like the format that keeps them
 }
 """Decoder → version. A version is part of every key; it changes when the decoded bits change."""

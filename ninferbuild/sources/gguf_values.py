@@ -27,5 +27,5 @@ def describe_values(file: GGUFFile, name: str) -> Description:
     if decoder not in DECODER_VERSIONS:
         raise ValueError(f"{file.path}: {name}: values of type {info.type_name} cannot be decoded")
     stored = shape if len(shape) > 1 else (1, *shape)  # rows of a vector would end within its blocks
-    part = Part("codes", file.region(name), prod(stored[1:-1]) * info.row_bytes, name=name)
+    part = Part("blocks", file.region(name), prod(stored[1:-1]) * info.row_bytes, name=name)
     return Description(stored, "F32", decoder, (part,)).reshape(shape)

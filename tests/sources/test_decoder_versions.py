@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ninferbuild.artifact.formats import GGUF_FORMATS
 from ninferbuild.digest import digest_of
 from ninferbuild.sources.decoding import open_values
 from ninferbuild.sources.description import DECODER_VERSIONS, Description, Part
@@ -31,6 +32,24 @@ PINNED = {
     },
     ("pq2_0", 1): {"blocks": "9063e256bff44644b3cd3db9e98f14da"},
     ("ptq1_0", 1): {"blocks": "059cf825f09059cbb819ec8516e18c9d"},
+    ("gguf_q4_0", 1): {"blocks": "6fc940f4e9e65592011d0951ee031bd3"},
+    ("gguf_q5_0", 1): {"blocks": "fef97e5a894e4d183870bfd84ccee809"},
+    ("gguf_q8_0", 1): {"blocks": "6b0f190ebcede30a5b431c08e99464df"},
+    ("gguf_q2_k", 1): {"blocks": "e5057e5b232c67b93751eb99d601d56d"},
+    ("gguf_q3_k", 1): {"blocks": "2096ebd0211a95dfd7adb3c4db2938d0"},
+    ("gguf_q4_k", 1): {"blocks": "bd4ddc930a4eed983da3fabb605e29b4"},
+    ("gguf_q5_k", 1): {"blocks": "03d0b5e5843b241785af6076089145f9"},
+    ("gguf_q6_k", 1): {"blocks": "31492e3c647f46e9be23c84bdbd3d9fc"},
+    ("gguf_iq2_xxs", 1): {"blocks": "04a6d8ba334dcb47a5db48bb3d964dbf"},
+    ("gguf_iq2_xs", 1): {"blocks": "e692414e7305f701d3bde06633fa9898"},
+    ("gguf_iq3_xxs", 1): {"blocks": "2b09525662dec2ed1b80686d3626b314"},
+    ("gguf_iq1_s", 1): {"blocks": "ff06293f3f6f8f849562cf24f07bc061"},
+    ("gguf_iq4_nl", 1): {"blocks": "21f82af3b8a083f63f036a45cee676b4"},
+    ("gguf_iq3_s", 1): {"blocks": "af1c4eb361b42376d0b12af6a656ff63"},
+    ("gguf_iq2_s", 1): {"blocks": "9e25e2c05d951bfd878975389bba4544"},
+    ("gguf_iq4_xs", 1): {"blocks": "6556f23b69b74775fc7abba829290982"},
+    ("gguf_iq1_m", 1): {"blocks": "62c12d4684d19db4eaf67c96f0f79b2a"},
+    ("gguf_q2_0", 1): {"blocks": "7d3f7fc4a5ea748927c1d3b72da1fc5b"},
 }
 
 
@@ -45,6 +64,15 @@ def ternary(size: int, scale: int) -> np.ndarray:
     blocks &= ~((blocks & blocks >> 1 & 0x55) * 3)
     blocks[:, scale + 1] = np.arange(260) % 0x7C
     return blocks
+
+
+def ggml_blocks(name: str) -> Description:
+    """Sixty rows of two blocks of noise, in which no byte makes a binary16 scale infinite or NaN."""
+    record = GGUF_FORMATS[name]
+    row_bytes = 2 * record.block_bytes
+    noise = (np.arange(60 * row_bytes, dtype=np.int64) * 1103515245 + 12345) // 64 % 251
+    blocks = np.where(noise & 0x7C == 0x7C, noise & 0x3F, noise).astype(np.uint8)
+    return Description((60, 2 * record.block_elements), "F32", name, (part(blocks, row_bytes),))
 
 
 def fixed_inputs() -> dict[tuple[str, str], Description]:
@@ -74,6 +102,7 @@ def fixed_inputs() -> dict[tuple[str, str], Description]:
         ("fp8_block", "rows"): block.select_rows([(126, 130), (0, 2)]),
         ("pq2_0", "blocks"): Description((130, 256), "F32", "pq2_0", (part(ternary(34, 0), 68),)),
         ("ptq1_0", "blocks"): Description((130, 256), "F32", "ptq1_0", (part(ternary(28, 26), 56),)),
+        **{(name, "blocks"): ggml_blocks(name) for name in GGUF_FORMATS},
     }
 
 

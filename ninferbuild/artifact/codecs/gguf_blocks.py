@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ninferbuild.artifact.codecs.buffers import as_bytes, payload_tensor, to_bytes
+from ninferbuild.artifact.codecs.buffers import as_bytes, decoded_type, payload_tensor, to_bytes
 from ninferbuild.artifact.formats import GGUF_FORMATS, GgufFormat, NumericFormat
 from ninferbuild.artifact.layouts import gguf_blocks_geometry
 
@@ -67,3 +67,29 @@ def decode_gguf_blocks(
     geometry = gguf_blocks_geometry(format, shape)
     data = payload_tensor(payload, geometry.planes[0].bytes, device)
     return data.reshape(geometry.rows, geometry.row_bytes)
+
+
+def dequantize_gguf_blocks(
+    payload: Payload,
+    format: str,
+    shape: Sequence[int],
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The values ``[N, K]`` of an object: those that ggml computes in binary32, converted to ``dtype``.
+
+    Args:
+        dtype: a floating type; None is bfloat16.
+
+    Raises:
+        TypeError: ``dtype`` is not floating.
+        ValueError: as :func:`decode_gguf_blocks`, or the package ``gguf`` is needed and missing or decodes otherwise.
+    """
+    from ninferbuild.artifact.codecs.ggml_values import decode_rows
+
+    chosen = decoded_type(dtype)
+    rows = decode_gguf_blocks(payload, format, shape)
+    values = torch.empty(tuple(shape), dtype=torch.float32)
+    decode_rows(rows.numpy(), format, values.numpy())
+    return values.to(device=device, dtype=chosen)
