@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from fixtures import fx
+from fixtures.gguf_files import write_gguf
 import numpy as np
 import pytest
 
@@ -21,6 +22,8 @@ from ninferbuild.plan import plan_parents
 from ninferbuild.recipe import Recipe
 from ninferbuild.resolve import Action, Resolver
 from ninferbuild.sources.compressed_tensors import compressed_matrix_source, matrix_source
+from ninferbuild.sources.gguf import GGUFFile
+from ninferbuild.sources.gguf_blocks import block_source
 from ninferbuild.sources.logical import (
     EncodedRows,
     LogicalSource,
@@ -111,6 +114,8 @@ def write(root: Path, around: Surroundings, tensors: dict[str, fx.Tensor]) -> Sa
     weight_map = {name: files[index % around.shards] for index, name in enumerate(named)}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (directory / "config.json").write_text(json.dumps(CONFIG))
+    noise = (np.arange(6 * 34, dtype=np.int64) * 37 % 251).astype(np.uint8)
+    write_gguf(directory / "blocks.gguf", {}, [(f"blk.{around.layer}.up", (6, 32), 8, noise.tobytes())])
     return SafetensorsSource(directory)
 
 
@@ -149,6 +154,7 @@ def layer_sources(store: SafetensorsSource, around: Surroundings) -> dict[str, t
     experts = tensor_source(store, f"{prefix}experts.weight", (4, 32), offset=128, source_shape=(3, 4, 32))
     block = matrix_source(store, f"{prefix}block.weight", (130, 128))
     ids = np.array([3, 1, 2], np.int32)
+    blocks = block_source(GGUFFile(store.root / "blocks.gguf"), f"blk.{around.layer}.up", (3, 32), ((4, 6), (0, 1)))
     return {
         "plain": (plain, "q4_g64_fp16", "grouped_absmax"),
         "gate": (tensor_source(store, f"{prefix}gate.weight", (3, 128)), "q6_g64_fp16", "grouped_absmax"),
@@ -166,6 +172,8 @@ def layer_sources(store: SafetensorsSource, around: Surroundings) -> dict[str, t
         "eight_words": (compressed_matrix_source(store, f"{prefix}eight", (4, 32), FP8), FP8, "import_encoded"),
         "block": (block, "q5_g64_fp16", "grouped_absmax"),
         "block_rows": (select_rows(block, ((129, 130), (0, 1))), "q5_g64_fp16", "grouped_absmax"),
+        "ggml": (blocks, "gguf_q8_0", "import_encoded"),
+        "ggml_values": (blocks, "bf16", "cast_direct"),
         "ids": (array_source(ids, around.label), "int32", "cast_direct"),
         "computed": (opaque(around.label), "q8_g32_fp16", "grouped_absmax"),
         "computed_words": (opaque_words(around.label, b"\0\0\x80\x3f"), NVFP4, "import_encoded"),

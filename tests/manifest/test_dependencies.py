@@ -12,15 +12,25 @@ import numpy as np
 import pytest
 
 from ninferbuild import manifest
+from ninferbuild.artifact.formats import GGUF_FORMATS
 from ninferbuild.artifact.layouts import CODEC_VERSIONS, LAYOUTS
 from ninferbuild.models.model import Model, Parameter
 from ninferbuild.recipe import Recipe
 from ninferbuild.rules import BUILT_IN, Rule
-from ninferbuild.sources.description import DECODER_VERSIONS
-from ninferbuild.sources.logical import LogicalSource, array_source, select_rows, transpose_source
+from ninferbuild.sources.description import DECODER_VERSIONS, Description, Part
+from ninferbuild.sources.files import MemoryFile
+from ninferbuild.sources.logical import LogicalSource, StoredReader, array_source, select_rows, transpose_source
+from ninferbuild.sources.regions import Region, Span
 from ninferbuild.sources.steps import STEP_VERSIONS
 
 Manifests = dict[str, str]
+
+OF_BLOCKS = {
+    **{name: (f.block_elements, f.block_bytes, name) for name, f in GGUF_FORMATS.items()},
+    "pq2_0": (128, 34, "t2_g128_fp16"),
+    "ptq1_0": (128, 28, "t2_g128_fp16"),
+}
+"""Decoders of GGUF blocks: values and bytes of a block, and the format that keeps its rows."""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +144,7 @@ def test_the_version_of_a_codec(
     assert changed(reference, layer.manifests(tmp_path)) == affected
 
 
-@pytest.mark.parametrize("decoder", DECODER_VERSIONS)
+@pytest.mark.parametrize("decoder", [name for name in DECODER_VERSIONS if name not in OF_BLOCKS])
 def test_the_version_of_a_decoder(
     layer: Any, reference: Manifests, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
@@ -185,6 +195,24 @@ def built(layer: Any) -> Built:
 
 def array(*shape: int, first: int = 0, dtype: str = "<f4") -> LogicalSource:
     return array_source(np.arange(first, first + np.prod(shape)).astype(dtype).reshape(shape), "array")
+
+
+@pytest.mark.parametrize("decoder", OF_BLOCKS)
+def test_the_version_of_a_decoder_of_blocks(built: Built, monkeypatch: pytest.MonkeyPatch, decoder: str) -> None:
+    values, size, format = OF_BLOCKS[decoder]
+    raw = np.arange(3 * size, dtype=np.uint8).tobytes()
+    part = Part("blocks", Region.of([Span(MemoryFile(raw, "blocks"), 0, len(raw))]), size)
+    reader = StoredReader(lambda: Description((3, values), "F32", decoder, (part,), encoding=format))
+    source = LogicalSource((3, values), "blocks", reader.read_values, reader.read_encoded)
+
+    def manifests() -> tuple[str, str]:
+        return built(source, format=format, method="import_encoded"), built(source)
+
+    before = manifests()
+    monkeypatch.setitem(DECODER_VERSIONS, decoder, 2)
+    after = manifests()
+    assert [text.replace(f"{decoder} v1", f"{decoder} v2") for text in before] == list(after)
+    assert not set(before) & set(after)
 
 
 def test_choices(built: Built) -> None:

@@ -53,7 +53,7 @@ def configure(model, recipe, sources):
 
 FACTS = re.compile(
     r"manifest|codec|format|layout|shape|divisors|method|fact\.\d{3}"
-    r"|input\.\d{5}(\.(values|codes|scales|stored|positions|weight_divisor|scale_dtype|step\.\d+))?"
+    r"|input\.\d{5}(\.(values|codes|scales|blocks|stored|positions|weight_divisor|scale_dtype|step\.\d+))?"
 )
 """The names of all facts that a built-in method's manifest may hold."""
 
@@ -98,7 +98,17 @@ def test_built_in_methods_name_nothing_of_their_surroundings(layer: Any, tmp_pat
     assert [name for name in names if not FACTS.fullmatch(name)] == []
     forbidden = [
         *(part for part in tmp_path.parts if len(part) > 1),
-        *(around.directory, ".safetensors", "model.", "layers", "experts", "weight_scale", "global_scale"),
+        *(
+            around.directory,
+            ".safetensors",
+            "model.",
+            "layers",
+            "blk.",
+            ".gguf",
+            "experts",
+            "weight_scale",
+            "global_scale",
+        ),
         *("gate", "gathered", "turned", "computed", around.label, "weight/0", "text/"),
         *(around.policy, "00000040", around.device, "cuda", str(around.rows_per_chunk)),
         *(version("torch"), version("numpy"), f"{sys.version_info.major}.{sys.version_info.minor}"),
