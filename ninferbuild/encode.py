@@ -336,7 +336,7 @@ def encode(
     if rule.surveys:
         survey = _Survey(rule, lane.device)
         surveyed = each_block(lambda first: survey)
-        checked = rule.surveyed(checked, survey.seen, errors)
+        checked = lane.compute(partial(rule.surveyed, checked, survey.seen, errors))
         errors.raise_if_any()
     reader = each_block(
         lambda first: partial(

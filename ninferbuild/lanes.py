@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.sources.encoded import EncodedRows
+
+Result = TypeVar("Result")
 
 Block = torch.Tensor | EncodedRows
 Encode = Callable[[Block], Sequence[torch.Tensor]]
@@ -38,6 +40,9 @@ class Lane(Protocol):
 
     def run(self, block: Block, encode: Encode, deliver: Deliver) -> None:
         """Encode a block; deliver its planes, or those of an earlier block, in order."""
+
+    def compute(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` gives, done on the device after all blocks that were run, and awaited."""
 
     def reset(self) -> None:
         """Forget what an action that failed left in flight."""
@@ -67,6 +72,9 @@ class HostLane:
         for index, plane in enumerate(encode(block)):
             if plane.numel():
                 deliver(index, host_memory(plane))
+
+    def compute(self, work: Callable[[], Result]) -> Result:
+        return work()
 
     def reset(self) -> None:
         return
@@ -106,6 +114,12 @@ class CudaLane:
         for index, plane in enumerate(planes):
             if plane.numel():
                 deliver(index, host_memory(plane))
+
+    def compute(self, work: Callable[[], Result]) -> Result:
+        with torch.cuda.stream(self._stream):
+            result = work()
+        self._stream.synchronize()
+        return result
 
     def reset(self) -> None:
         self._flying.clear()

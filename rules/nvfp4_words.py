@@ -44,8 +44,8 @@ def weight_divisor(amax: torch.Tensor, errors: ErrorFlags) -> torch.Tensor:
         ~(amax < math.inf),
         "NVFP4 source contains NaN or infinity; keep it in bf16 with cast_direct, or mend the weights",
     )
-    divisor = (E2M1_MAX * E4M3FN_MAX / amax.double()).float()
-    divisor = torch.where(amax == 0, torch.ones_like(divisor), divisor)
+    exact = amax.double()
+    divisor = torch.full_like(exact, E2M1_MAX * E4M3FN_MAX).div_(exact).float().masked_fill_(amax == 0, 1.0)
     errors.note(
         divisor == math.inf,
         "NVFP4 quantization gives a divisor that is not finite: the weights are too small; keep them in bf16",
