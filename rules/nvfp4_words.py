@@ -54,14 +54,15 @@ def weight_divisor(amax: torch.Tensor, errors: ErrorFlags) -> torch.Tensor:
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """E2M1 words, uint8, of binary32 ``values``; magnitudes above 6 saturate."""
-    words = values.view(torch.int32)
-    magnitudes = words & 0x7FFFFFFF
-    # From 1 on, a word is what is left of a binary32 number after rounding away 22 bits, ties to the even one.
-    normal = (magnitudes + 0x1FFFFF + (magnitudes >> 22 & 1) >> 22) - 252
-    small = (values.abs() * 2).round_().to(torch.int32)
-    codes = torch.where(magnitudes < 0x3F800000, small, normal).clamp_max_(7)
-    return (codes | (words >> 28 & 8)).to(torch.uint8)
+    """E2M1 words, uint8, of binary32 ``values``; magnitudes above 6 saturate.
+
+    The step of E2M1 is 1/2 below 2, 1 below 4 and 2 from there on. In each of these ranges the code is a magnitude
+    counted in steps, to the nearest, ties to even, plus an even number; in the others that gives more.
+    """
+    magnitudes = values.abs()
+    codes = torch.minimum((magnitudes * 2).round_(), magnitudes.round().add_(2))
+    codes = torch.minimum(codes, magnitudes.mul_(0.5).round_().add_(4), out=codes).clamp_max_(7)
+    return codes.to(torch.uint8) | (values.view(torch.int32) >> 28 & 8).to(torch.uint8)
 
 
 def quantize_rows(rows: torch.Tensor, divisor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,12 +76,15 @@ def quantize_rows(rows: torch.Tensor, divisor: torch.Tensor) -> tuple[torch.Tens
     """
     height, columns = rows.shape
     scaled = rows.to(torch.float32).reshape(height, columns // GROUP, GROUP) * divisor
-    maxima = scaled.abs().amax(dim=-1)
+    # Without their sign, words of finite numbers are ordered as the numbers are.
+    maxima = torch.bitwise_and(scaled.view(torch.int32), 0x7FFFFFFF).amax(dim=-1).view(torch.float32)
     scales = e4m3fn_words((maxima.double() / E2M1_MAX).float().clamp_max_(E4M3FN_MAX))
     numbers = scales.view(torch.float8_e4m3fn).to(torch.float32)
     zero = numbers == 0
     scaled.div_(numbers.masked_fill_(zero, 1.0).unsqueeze(-1))
-    codes = e2m1_codes(scaled.masked_fill_(zero.unsqueeze(-1), 0.0)).reshape(height, columns)
+    if zero.device.type != "cpu" or bool(zero.any()):
+        scaled.masked_fill_(zero.unsqueeze(-1), 0.0)  # what is too small for a scale must not keep its sign either
+    codes = e2m1_codes(scaled).reshape(height, columns)
     return codes[:, 0::2] | codes[:, 1::2] << 4, scales
 
 
