@@ -171,6 +171,9 @@ class HFAliasSource(_Store):
         shapes: name here → function of the shape in ``source`` that gives the shape here, of the same values.
         composites: name here → ``source -> (values, shape)``, for what is built from several tensors. Go before the
             other three.
+
+    Raises:
+        TypeError: ``source`` is a file that was opened for its blocks.
     """
 
     def __init__(
@@ -182,6 +185,11 @@ class HFAliasSource(_Store):
         shapes: Mapping[str, Reshape] | None = None,
         composites: Mapping[str, UserComposite] | None = None,
     ):
+        if isinstance(source, GGUFFile):
+            raise TypeError(
+                f"{source.path}: opened for its blocks, not its values; a source for an alias needs another name, such "
+                f"as --source quantized={source.path}"
+            )
         self.path = Path(source.path)
         self.config = {}
         self._source = source

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ninferbuild.sources.decoding import read_values
+from ninferbuild.sources.gguf import GGUFFile
 from ninferbuild.sources.gguf_source import (
     GGUFSource,
     HFAliasSource,
@@ -35,6 +36,15 @@ def stored(name: str, values: Any, type_id: int = F32) -> Tensor:
     else:
         raw = array.astype({F32: "<f4", F16: "<f2"}[type_id]).tobytes()
     return name, array.shape, type_id, raw
+
+
+def q8_0(name: str, shape: tuple[int, ...]) -> tuple[Tensor, np.ndarray]:
+    """A tensor of Q8_0 blocks, and its values."""
+    count = int(np.prod(shape)) // 32
+    scales = (np.arange(1, count + 1) / 8).astype("<f2")
+    codes = (np.arange(32 * count) * 37 % 255 - 127).astype(np.int8).reshape(count, 32)
+    raw = np.concatenate([scales.view(np.uint8).reshape(-1, 2), codes.view(np.uint8)], axis=1).tobytes()
+    return (name, shape, 8, raw), (scales.astype(np.float32)[:, None] * codes).reshape(shape)
 
 
 @pytest.fixture
@@ -98,6 +108,23 @@ class TestGGUFSource:
             store.read_flat("m", 17, 31)
             assert store.bytes_read == 2 * 14
 
+    @pytest.mark.parametrize("shape", [(96,), (3, 64), (2, 3, 64)])
+    def test_blocks_are_decoded(self, source: Write, shape: tuple[int, ...]) -> None:
+        tensor, values = q8_0("w", shape)
+        store = source(tensor)
+        assert store.describe("w").dtype == "Q8_0"
+        assert np.array_equal(values_of(store, "w"), values)
+        flat = values.reshape(-1)
+        for begin, end in ((0, 1), (5, 70), (31, 33), (64, 64), (90, 96)):
+            assert store.read_flat("w", begin, end).tolist() == flat[begin:end].tolist()
+
+    def test_a_file_with_a_type_that_the_package_lacks(self, source: Write) -> None:
+        codes = bytes(range(16))
+        store = source(("w", (2, 64), 42, (np.float16(0.5).tobytes() + codes) * 2), stored("x", [1, 2]))
+        expected = [0.5 * ((byte >> shift & 3) - 1) for byte in codes for shift in (0, 2, 4, 6)]
+        assert store.read_flat("w").tolist() == expected * 2
+        assert store.read_flat("x").tolist() == [1, 2]
+
     def test_a_type_without_values(self, source: Write) -> None:
         store = source(("w", (2, 128), 142, bytes(68)))
         assert store.describe("w").dtype == "PQ2_0"
@@ -120,6 +147,11 @@ class TestAlias:
             with pytest.raises(ValueError, match="missing GGUF tensor 'not there'"):
                 method("gone")
         assert alias.config == {}
+
+    def test_a_source_of_blocks_is_refused(self, source: Write) -> None:
+        path = source(stored("g", [1, 2])).path
+        with pytest.raises(TypeError, match=r"blocks, not its values.*--source quantized="):
+            HFAliasSource(GGUFFile(path), {"h": "g"})
 
     @pytest.mark.parametrize("transform", [plus_one, "described"])
     def test_a_transform_and_a_shape(self, source: Write, transform: Any) -> None:
@@ -285,6 +317,19 @@ class TestWhatIsDescribed:
             read_values(whole, 0, whole.elements).numpy().reshape(40, 8),
             values_of(store, "blk.0.attn_qkv.weight")[order],
         )
+
+    def test_columns_of_blocks_go_back_row_by_row(self, source: Write) -> None:
+        names, transforms, _ = qwen35_linear_attention_name_map(
+            0, num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=16, text_prefix=""
+        )
+        tensor, values = q8_0("blk.0.ssm_out.weight", (6, 64))
+        alias = HFAliasSource(source(tensor), names, transforms=transforms)
+        name = "layers.0.linear_attn.out_proj.weight"
+        expected = values.reshape(6, 2, 2, 16).swapaxes(1, 2).reshape(6, 64)
+        assert np.array_equal(values_of(alias, name), expected)
+        two = alias.tensor(name).select_rows([(4, 6)])
+        assert two.parts[0].region.length == 2 * 2 * 34
+        assert np.array_equal(read_values(two, 0, 128).numpy().reshape(2, 64), expected[4:])
 
     @pytest.mark.parametrize("transform", ["in_proj_z.weight", "out_proj.weight", "A_log", "in_proj_qkv.weight"])
     def test_heads_that_do_not_fit_are_refused_with_the_name(self, source: Write, transform: str) -> None:
