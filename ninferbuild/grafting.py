@@ -92,7 +92,7 @@ def check_component(
     if taken is not None:
         raise ValueError(f"there is a parameter {taken} already, which {source.path} would bring")
     base = record.get("target")
-    if base is not None and base not in components:
+    if base not in (None, name) and base not in components:
         raise ValueError(f"{source.path}: component {name!r} extends {base!r}, and there is no such component")
     # A component reads the states and the tokens of the one that it extends.
     theirs, ours = record.get("config", {}), components.get(base or "", {}).get("config", {})

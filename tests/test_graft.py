@@ -17,6 +17,7 @@ from ninferbuild.artifact.layouts import planes
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.build import BuildResult, build, plan
+from ninferbuild.errors import SourceChangedError
 from ninferbuild.grafting import FIRST_ID
 from ninferbuild.models.model import Model
 from ninferbuild.plan import plan_parents, prepare
@@ -224,10 +225,6 @@ def test_refuses_artifacts_that_do_not_suit(target: Target) -> None:
     write_donor(path, hidden=32)
     with pytest.raises(ValueError, match="'draft' was made for hidden_size 32, this model has 64"):
         build(target)
-    path.unlink()
-    write_donor(path, target="draft")
-    with pytest.raises(ValueError, match="extends 'draft', and there is no such component"):
-        build(target)
     path.write_bytes(b"no artifact")
     with pytest.raises(ValueError, match=r"donor\.ninfer"):
         build(target)
@@ -261,6 +258,19 @@ class TestRecipe:
         with source, pytest.raises(ValueError, match=r"resource resource/draft/notes.txt \(notes\) differs"):
             recipe.graft("draft", source)
         assert "draft" not in recipe.model.components
+
+    def test_refuses_a_component_without_what_it_extends(self, source: ArtifactSource) -> None:
+        with source, pytest.raises(ValueError, match="extends 'text', and there is no such component"):
+            Recipe(Model({"ngram": {"config": {}}})).graft("draft", source)
+
+    def test_refuses_an_artifact_that_was_replaced_since_it_was_opened(self, source: ArtifactSource) -> None:
+        recipe = Recipe(Model({"text": {"config": {}}}))
+        with source:
+            recipe.graft("draft", source)
+            source.path.unlink()
+            write_donor(source.path)
+            with pytest.raises(SourceChangedError, match=r"donor\.ninfer"):
+                plan_parents(recipe).parents[0].request.source.values()
 
     def test_is_put_in_once(self, source: ArtifactSource) -> None:
         recipe = Recipe(Model({"text": {"config": {}}}))

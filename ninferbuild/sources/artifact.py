@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ninferbuild.artifact.framing import SegmentMap
+from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, SegmentMap
 from ninferbuild.artifact.objects import ResourceObject, TensorObject
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.digest import digest_of
+from ninferbuild.errors import SourceChangedError
 from ninferbuild.sources.description import Description, Part
 from ninferbuild.sources.files import CheckpointFile
 from ninferbuild.sources.logical import LogicalSource
@@ -25,11 +26,23 @@ from ninferbuild.sources.stored import StoredReader
 
 
 class PayloadFile(CheckpointFile):
-    """One file of an artifact's set."""
+    """One file of an artifact's set.
 
-    def __init__(self, path: Path, framing: bytes):
+    Args:
+        framing: bytes before its payload, which say where objects lie.
+        artifact_id: of the set.
+
+    Raises:
+        SourceChangedError: the file is of another set by now.
+    """
+
+    def __init__(self, path: Path, framing: int, artifact_id: bytes):
         super().__init__(path)
-        self._digest = digest_of(framing)
+        head = bytearray(framing)
+        self.read_uncounted(0, memoryview(head))  # from here on the file has to stay as it is
+        if head[HEADER.size - ARTIFACT_ID_BYTES : HEADER.size] != artifact_id:
+            raise SourceChangedError(f"{path}: the file changed while it was in use; run the build again")
+        self._digest = digest_of(head)
 
     def header_digest(self) -> bytes:
         return self._digest
@@ -156,9 +169,8 @@ class ArtifactSource:
             path = self._artifact.path if name is None else self._artifact.path.with_name(name)
             begin = sum(record.payload_bytes for record in self._artifact.directory.files[:index])
             self._artifact.read_range(begin, 1)  # opens a part and checks that it belongs to the entry
-            with path.open("rb") as opened:
-                framing = opened.read(self._artifact.payload_offset if index == 0 else 32)
-            file = self._files.setdefault(index, PayloadFile(path, framing))
+            framing = self._artifact.payload_offset if index == 0 else HEADER.size
+            file = self._files.setdefault(index, PayloadFile(path, framing, self._artifact.artifact_id))
         return file
 
     def owns(self, file: SourceFile) -> bool:
