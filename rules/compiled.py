@@ -64,9 +64,13 @@ def pack(rows: torch.Tensor, reciprocals: torch.Tensor, format: QuantFormat, pla
 
 
 def _load() -> None:
-    for format in QUANT_FORMATS.values():
-        if format.bits in _loops() and _agrees(format):
-            _ready.add(format.bits)
+    try:
+        for format in QUANT_FORMATS.values():
+            if format.bits in _loops() and _agrees(format):
+                _ready.add(format.bits)
+    except Exception:
+        # A compiler that does not suit this numpy, or has no place for its code: torch makes the same bytes.
+        return
 
 
 @cache
@@ -80,6 +84,8 @@ def _loops() -> Mapping[int, Any]:
     import platformdirs
 
     config: Any = numba.config
+    if config.DISABLE_JIT:  # interpreted, the loops are a thousand times slower than torch
+        return {}
 
     text = Path(__file__).with_name("compiled_loops.py").read_bytes()
     version = block_digest(text + numba.__version__.encode()).hex()

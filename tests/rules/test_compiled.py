@@ -94,6 +94,16 @@ def test_other_loops_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled._ready == {5, 6, 8}
 
 
+def test_a_compiler_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loops() -> None:
+        raise ImportError("Numba needs NumPy 1.0 or less")
+
+    monkeypatch.setattr(compiled, "_loops", loops)
+    monkeypatch.setattr(compiled, "_ready", set())
+    compiled._load()
+    assert not compiled._ready
+
+
 def test_loaded_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     running = threading.Event()
     calls = []
