@@ -181,6 +181,24 @@ def test_planning_reads_scalars_alone(experts: Path, here: Path) -> None:
         assert ready.sources["base"].bytes_read == 0
 
 
+def test_the_command_of_the_page(here: Path, run: Run) -> None:
+    """The model that a release was made from gives everything but the experts."""
+    page = (Path(__file__).parent.parent / "docs" / "from-a-quantised-release.md").read_text()
+    command = page.partition("```sh\n")[2].partition("```")[0].replace("\\\n", " ").split()
+    base = releases.write_experts_base(here / "Qwen3.6-35B-A3B", layers=2)
+    release = releases.write_experts(here / "Qwen3.6-35B-A3B-NVFP4", layers=2)
+    assert command[0] == "ninferbuild"
+    done = run(*command[1:], "--device", "cpu")
+    assert done.code == 0, done
+    with Artifact(command[-1]) as artifact, SafetensorsSource(release) as store, SafetensorsSource(base) as model:
+        assert {"text", "vision", "mtp"} == artifact.directory.components.keys()
+        prefix = f"{releases.TEXT}layers.1.mlp.experts.3.down_proj"
+        check_nvfp4(Stored(artifact), "text/layers/1/moe/experts/3/down", store, prefix, (128, 128))
+        norm = artifact.directory.bindings["text/final_norm"]["object"]
+        stored = torch.frombuffer(bytearray(artifact.read_object(norm)), dtype=torch.bfloat16)
+        assert torch.equal(stored, model.read_flat(f"{releases.TEXT}norm.weight"))
+
+
 class TestBeforeAnythingIsEncoded:
     @pytest.fixture
     def release(self, here: Path) -> Path:

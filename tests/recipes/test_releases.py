@@ -103,14 +103,6 @@ class TestNvidia:
         reciprocal = struct.pack("<f", 1.0 / struct.unpack("<f", struct.pack("<f", 0.0001 * 60))[0])
         assert fused.checked.state.weight_divisors == (reciprocal,)
 
-    def test_a_head_that_is_decoded_gives_a_proposal_of_four_bits(self, dense: dict[str, Path], tmp_path: Path) -> None:
-        recipe = configure("qwen3_8_27b_nvfp4_nvidia", dense["base"], dense["nvidia"], "text,mtp")
-        (tmp_path / "ranking.i64").write_bytes(struct.pack("<256q", *range(256)))
-        add_official_proposal(recipe, ranking=tmp_path / "ranking.i64", rows=16)
-        (selection,) = recipe.selections["proposal/head"]
-        assert (selection.format, selection.method.name) == (Q4, "grouped_absmax")  # type: ignore[attr-defined]
-        assert str(dense["nvidia"]) in selection.source.label
-
 
 class TestOrcarouter:
     @pytest.fixture(scope="class")
@@ -212,6 +204,29 @@ class TestExperts:
         model = models.build(sources["base"], ["text"], sources=sources)
         RECIPES["qwen3_6_35b_a3b_nvfp4"](model, Recipe(model), sources)
         assert sources["quantized"].bytes_read == sources["base"].bytes_read == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "store"),
+    [
+        ("qwen3_8_27b_nvfp4_nvidia", "nvidia"),  # its head is decoded NVFP4, whose rows are no FP8 to be kept
+        ("qwen3_8_27b_nvfp4_orcarouter", "base"),
+        ("qwen3_6_35b_a3b_nvfp4", "experts"),
+    ],
+)
+def test_proposal_heads_have_four_bits(
+    recipe: str, store: str, dense: dict[str, Path], experts: Path, tmp_path: Path
+) -> None:
+    paths = {**dense, "experts": experts}
+    base = experts if store == "experts" else dense["base"]
+    quantized = paths["orcarouter" if store == "base" else store]
+    configured = configure(recipe, base, quantized, "text,mtp")
+    (tmp_path / "ranking.i64").write_bytes(struct.pack("<256q", *range(256)))
+    add_official_proposal(configured, ranking=tmp_path / "ranking.i64", rows=16)
+    (selection,) = configured.selections["proposal/head"]
+    assert (selection.format, selection.method.name) == (Q4, "grouped_absmax")  # type: ignore[attr-defined]
+    assert f"{paths[store]}:lm_head" in selection.source.label
+    assert configured.policies["proposal/head", "mtp/final_hidden"] == "A16Only"
 
 
 class TestRefusals:
