@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ninferbuild.artifact.formats import default_layout
+from ninferbuild.artifact.formats import GGUF_FORMATS, default_layout
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.bindings import AUXILIARY
@@ -15,6 +15,9 @@ from ninferbuild.recipe import ACTIVATION_DIVISOR
 
 if TYPE_CHECKING:
     from ninferbuild.recipe import Recipe
+
+INPUT_COLUMNS = "input_columns"
+"""The auxiliary role of a permutation of a matrix's columns; only stored GGUF blocks have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,24 @@ def _validate(recipe: Recipe, key: AuxiliaryKey, value: AuxiliaryValue) -> None:
         if value.format != "fp32" or shape != ():
             raise ValueError(f"auxiliary {_spelled(key)} must be an FP32 scalar, not {value.format} of shape {shape}")
         AuxiliaryValue.activation_divisor(value.data)
+    if role == INPUT_COLUMNS:
+        _require_blocks(recipe, key)
     size = encoded_size(default_layout(value.format), value.format, shape)
     if len(value.data) != size:
         raise ValueError(
             f"auxiliary data length is invalid for {_spelled(key)}: {len(value.data)} bytes, "
             f"{value.format} of shape {shape} has {size}"
+        )
+
+
+def _require_blocks(recipe: Recipe, key: AuxiliaryKey) -> None:
+    """Nothing undoes the permutation of a matrix that is quantised anew, so such a matrix must not have one."""
+    formats = {selection.format for selection in recipe.selections[recipe.resolve(key[0])]}
+    others = sorted(formats - GGUF_FORMATS.keys())
+    if others:
+        raise ValueError(
+            f"auxiliary {_spelled(key)} belongs to stored gguf_* blocks, and the parameter is stored as "
+            f"{', '.join(others)}; keep its blocks, or take it from another source and remove the auxiliary"
         )
 
 

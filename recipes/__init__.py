@@ -20,6 +20,7 @@ BUILT_IN = (
     "ninferbuild.recipes.qwen3_5",
     "ninferbuild.recipes.qwen3_5_releases",
     "ninferbuild.recipes.qwen3_8_quasar",
+    "ninferbuild.recipes.qwen3_5_gguf",
 )
 """Families of this distribution; they are found whatever the installed metadata says."""
 

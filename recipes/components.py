@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ninferbuild.recipe import Recipe
 
 _VISION_Q4 = ("/attention/query", "/attention/key", "/attention/value", "/mlp/fc1")
-_SPECULATIVE = ("mtp/", "dflash/", "dflash2/")
 _SENSITIVE = (
     "/moe/router",
     "/moe/shared_score",
@@ -41,7 +40,19 @@ def quantize(recipe: Recipe, names: Iterable[str], choose: Callable[[str], str |
 
 def optional_components(model: Model, recipe: Recipe) -> None:
     """Quantise the optional components that the model has, and share the drafts' context keys and values."""
-    quantize(recipe, projections(model, ("vision/", *_SPECULATIVE)), _format)
+    vision(model, recipe)
+    quantize(recipe, projections(model, "mtp/"), _format)
+    drafts(model, recipe)
+
+
+def vision(model: Model, recipe: Recipe) -> None:
+    """Quantise the projections of Vision."""
+    quantize(recipe, projections(model, "vision/"), _format)
+
+
+def drafts(model: Model, recipe: Recipe) -> None:
+    """Quantise the draft models, and let context keys and values use the matrices of their keys and values."""
+    quantize(recipe, projections(model, ("dflash/", "dflash2/")), _format)
     for draft in ("dflash", "dflash2"):
         if draft not in model.components or any(taken.component.name == draft for taken in recipe.grafts):
             continue

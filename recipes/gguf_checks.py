@@ -71,8 +71,8 @@ def require_tensors(gguf: GGUFFile, expected: Mapping[str, Tensor], types: Types
             )
         if info.type_id not in types[kind]:
             raise ValueError(
-                f"{gguf.path}: {name} is {info.type_name} {list(info.shape)}, and this recipe does not take "
-                f"{info.type_name} for {'an' if kind.value[0] in 'aeiou' else 'a'} {kind.value}"
+                f"{gguf.path}: {name} is {info.type_name} {list(info.shape)}; ggml type {info.type_id} is none that "
+                f"this recipe takes for a {kind.value}"
             )
     end = max(gguf.tensors[name].offset + gguf.tensors[name].nbytes for name in expected)
     if gguf.data_bytes_available < end:

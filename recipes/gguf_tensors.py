@@ -13,11 +13,11 @@ class Kind(Enum):
     """What a tensor is; a recipe says which stored types it takes for each kind."""
 
     MATRIX = "matrix"
-    VECTOR = "vector"
+    VECTOR = "vector or norm"
     """A norm, a bias, or another small tensor that the exporter keeps in full precision."""
-    CONTROL = "control"
+    CONTROL = "gate of the delta net"
     """Decay and write gates of the delta net."""
-    ROUTING = "routing"
+    ROUTING = "router"
     """Scores that choose among experts."""
 
 

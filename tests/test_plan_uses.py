@@ -69,6 +69,7 @@ def test_an_equal_value_again_is_no_conflict() -> None:
         (DIVISOR, AuxiliaryValue("fp32", (), b"\0\0\0\x80"), "positive finite"),
         ("signs", AuxiliaryValue("bf16", (2,), b"\x80\x3f"), "auxiliary data length is invalid"),
         ("signs", AuxiliaryValue("zz", (2,), b""), "unknown numeric format"),
+        ("input_columns", AuxiliaryValue("int32", (128,), bytes(512)), "belongs to stored gguf_"),
     ],
 )
 def test_malformed_values_are_refused_while_planning(role: str, value: AuxiliaryValue, message: str) -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 import pytest
 
 from ninferbuild.recipes.gguf_geometry import QWEN_27B, QWEN_35B_A3B, Geometry, rows, untile
-from ninferbuild.sources.logical import array_source
+from ninferbuild.sources.logical import array_source, select_rows, transpose_source
 
 TOY = Geometry(
     hidden=8,
@@ -99,6 +99,14 @@ def test_activations_gathered_by_columns_meet_the_stored_matrix() -> None:
 def test_channels_keep_query_and_key_in_place() -> None:
     assert listed(TOY.channel_rows()) == [*range(8), 8, 9, 12, 13, 16, 17, 10, 11, 14, 15, 18, 19]
     assert TOY.channels == 20
+
+
+def test_the_convolution_comes_back_transposed() -> None:
+    stored = 8 * np.arange(20, dtype=np.float32)[:, None] + np.arange(4, dtype=np.float32)
+    source = transpose_source(select_rows(array_source(stored, "conv"), TOY.channel_rows()), (1, 0), (4, 20))
+    found = source.values().reshape(4, 20).numpy()
+    row = [*range(0, 64, 8), 64, 72, 96, 104, 128, 136, 80, 88, 112, 120, 144, 152]
+    assert found.tolist() == [[element + tap for element in row] for tap in range(4)]
 
 
 def test_a_row_map_of_the_27b_is_short() -> None:

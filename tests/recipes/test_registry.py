@@ -16,11 +16,14 @@ OFFICIAL = [
     "qwen3_6_27b_nvfp4",
     "qwen3_8_27b_nvfp4",
     "qwen3_8_27b_q6",
+    "qwen3_8_27b_imatrix",
     "qwen3_6_35b_a3b_nvfp4",
     "qwen3_8_27b_nvfp4_nvidia",
     "qwen3_8_27b_nvfp4_orcarouter",
     "qwen3_8_27b_quasar",
     "qwen3_8_27b_quasar_kv",
+    "qwen3_8_27b_gguf",
+    "qwen3_6_35b_a3b_gguf",
 ]
 
 
