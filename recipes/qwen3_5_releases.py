@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import json
 from typing import TYPE_CHECKING, Any
 
+from ninferbuild.models.resources import require_added_tokens
 from ninferbuild.recipes.components import optional_components, projections, quantize
 from ninferbuild.recipes.formats import FP8, NVFP4, Q6, Q8
 from ninferbuild.recipes.qwen3_5 import (
@@ -36,7 +36,6 @@ Sources = Mapping[str, Any]
 _ROOTS = ("model.language_model.layers.", "model.layers.")
 _EXPERTS = ("/moe/experts/", "/moe/shared/")
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_TOKENIZER, _TOKENIZER_CONFIG = "resource/text/tokenizer.json", "resource/text/tokenizer_config.json"
 
 
 def qwen3_8_27b_nvfp4_nvidia(model: Model, recipe: Recipe, sources: Sources) -> None:
@@ -47,7 +46,7 @@ def qwen3_8_27b_nvfp4_nvidia(model: Model, recipe: Recipe, sources: Sources) -> 
     require_dense(model)
     optional_components(model, recipe)
     quantized = sources["quantized"]
-    require_added_tokens(model)
+    require_added_tokens(model.resources)
     recipe.assign(EMBEDDING, format=FP8, method="fp8_row_maxabs")
     for name, parameter in model.parameters.items():
         if not name.startswith("text/") or name == EMBEDDING:
@@ -71,7 +70,7 @@ def qwen3_8_27b_nvfp4_orcarouter(model: Model, recipe: Recipe, sources: Sources)
     require_dense(model)
     optional_components(model, recipe)
     quantized = sources["quantized"]
-    require_added_tokens(model)
+    require_added_tokens(model.resources)
     recipe.assign([EMBEDDING, HEAD], format=FP8, method="fp8_row_maxabs")
     for name in projections(model, LAYERS):
         if name.endswith(GDN_GATES):
@@ -86,7 +85,7 @@ def qwen3_6_35b_a3b_nvfp4(model: Model, recipe: Recipe, sources: Sources) -> Non
     """NVFP4 experts imported from ``quantized`` as stacks, one divisor a matrix; all else as ``qwen3_6_35b_a3b``."""
     require_moe(model)
     quantized = sources["quantized"]
-    require_added_tokens(model)
+    require_added_tokens(model.resources)
     optional_components(model, recipe)
     recipe.assign(EMBEDDING, format=Q8, method="grouped_absmax")
     recipe.assign(HEAD, format=Q6, method="grouped_absmax")
@@ -131,29 +130,6 @@ def _expert_source(store: Any, name: str, shape: tuple[int, ...]) -> LogicalSour
         f"{name}: no NVFP4 source for {leaf} in {store.path}: "
         f"there is no {' or '.join(f'{root}{layer}.{leaf}.weight_packed' for root in _ROOTS)}"
     )
-
-
-def require_added_tokens(model: Model) -> None:
-    """Refuse a tokenizer configuration without the added tokens of its ``tokenizer.json``.
-
-    Releases saved by newer tools leave ``added_tokens_decoder`` out, and the engine compares the two files when it
-    loads an artifact. A partial table must have the special tokens. Nothing is required of a model without resources.
-
-    Raises:
-        ValueError: a token is missing; the message says which option supplies the file.
-    """
-    if _TOKENIZER not in model.resources or _TOKENIZER_CONFIG not in model.resources:
-        return
-    added = json.loads(model.resources[_TOKENIZER]).get("added_tokens", [])
-    known = json.loads(model.resources[_TOKENIZER_CONFIG]).get("added_tokens_decoder", {})
-    missing = [entry for entry in added if str(entry["id"]) not in known and (entry.get("special") or not known)]
-    if missing:
-        listed = ", ".join(f"{entry['content']} ({entry['id']})" for entry in missing[:4])
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise ValueError(
-            f"tokenizer_config.json lacks added_tokens of its own tokenizer.json: {listed}{more} not in "
-            "added_tokens_decoder; pass --resource tokenizer_config.json=PATH with that of the release it was made from"
-        )
 
 
 RECIPES: dict[str, RecipeFunction] = {

@@ -101,16 +101,19 @@ def check_fp8(stored: Stored, parameter: str, store: SafetensorsSource, prefix: 
     assert torch.equal(values[rows].reshape(-1).view(torch.int32), source.values().view(torch.int32))
 
 
-def change_bytes(release: Path, tensor: str) -> None:
-    """Other codes for one matrix."""
-    file = release / "model.safetensors"
-    with file.open("r+b") as opened:
-        length = struct.unpack("<Q", opened.read(8))[0]
-        begin, end = json.loads(opened.read(length))[tensor]["data_offsets"]
-        opened.seek(8 + length + begin)
-        data = opened.read(end - begin)
-        opened.seek(8 + length + begin)
-        opened.write(bytes(byte ^ 1 for byte in data))
+def change(release: Path, tensor: str, to: Callable[[bytes], bytes]) -> None:
+    """Other bytes for one stored tensor."""
+    with (release / "model.safetensors").open("r+b") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        begin, end = json.loads(file.read(length))[tensor]["data_offsets"]
+        file.seek(8 + length + begin)
+        data = file.read(end - begin)
+        file.seek(8 + length + begin)
+        file.write(to(data))
+
+
+def other_codes(data: bytes) -> bytes:
+    return bytes(byte ^ 1 for byte in data)
 
 
 def test_a_release_of_experts(experts: Path, here: Path, run: Run) -> None:
@@ -131,13 +134,38 @@ def test_a_release_of_experts(experts: Path, here: Path, run: Run) -> None:
     assert built(run, *options)["actions"]["executed"] == 0
 
     before = Path("experts.ninfer").read_bytes()
-    change_bytes(release, "model.language_model.layers.17.mlp.experts.2.up_proj.weight_packed")
+    change(release, f"{releases.TEXT}layers.17.mlp.experts.2.up_proj.weight_packed", other_codes)
     changed = built(run, *options)
     assert changed["actions"]["executed"] == 1
     assert run("verify", "experts.ninfer").code == 0
     after = Path("experts.ninfer").read_bytes()
     assert len(after) == len(before)
     assert sum(a != b for a, b in zip(before, after, strict=True)) >= 128 * 64
+
+
+def test_what_a_scalar_changes(here: Path, run: Run) -> None:
+    """A weight divisor is part of a payload; an activation divisor is an object of its own."""
+    release = releases.write_experts(here / "release", layers=2)
+    options = expert_options(release)
+    built(run, *options)
+    expert = f"{releases.TEXT}layers.1.mlp.experts.2.down_proj"
+    change(release, f"{expert}.weight_global_scale", lambda _: struct.pack("<f", 77.0))
+    assert built(run, *options)["actions"]["executed"] == 1
+    with Artifact("experts.ninfer") as artifact:
+        item, words, _, rows = Stored(artifact).rows("text/layers/1/moe/experts/2/down", 128)
+        assert words.divisors[rows.start * item.divisors // item.shape[0]] == struct.pack("<f", 77.0)
+
+    def activation_divisors() -> set[bytes]:
+        with Artifact("experts.ninfer") as artifact:
+            return {artifact.read_object(item.id) for item in artifact.objects if item.id.startswith("auxiliary/")}
+
+    assert activation_divisors() == {struct.pack("<f", releases.ACTIVATION_DIVISOR)}
+    for owner in ("experts.0", "shared_expert"):
+        scalar = f"{releases.TEXT}layers.1.mlp.{owner}.down_proj.input_global_scale"
+        change(release, scalar, lambda _: struct.pack("<f", 9.0))
+    assert built(run, *options)["actions"]["executed"] == 0
+    assert activation_divisors() == {struct.pack("<f", value) for value in (releases.ACTIVATION_DIVISOR, 9.0)}
+    assert run("verify", "experts.ninfer").code == 0
 
 
 DENSE: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
@@ -233,13 +261,8 @@ class TestBeforeAnythingIsEncoded:
 
     def test_activation_divisors(self, here: Path, run: Run) -> None:
         release = releases.write_experts(here / "torn", layers=2)
-        tensor = "model.language_model.layers.1.mlp.experts.2.up_proj.input_global_scale"
-        file = release / "model.safetensors"
-        data = bytearray(file.read_bytes())
-        length = struct.unpack_from("<Q", data)[0]
-        begin, _ = json.loads(data[8 : 8 + length])[tensor]["data_offsets"]
-        struct.pack_into("<f", data, 8 + length + begin, 64.0)
-        file.write_bytes(data)
+        scalar = f"{releases.TEXT}layers.1.mlp.experts.2.up_proj.input_global_scale"
+        change(release, scalar, lambda _: struct.pack("<f", 64.0))
         done = run("plan", *expert_options(release))
         assert done.code == 1
         named = "activation divisors disagree: text/layers/1 gate and up: 131, but text/layers/1/moe/experts/2/up 64."

@@ -218,3 +218,36 @@ def _decoder_entries(tokenizer_config: Mapping[str, Any]) -> list[tuple[object, 
             "tokenizer_config.json: invalid tokenizer entry: added_tokens_decoder must be an object of objects"
         )
     return [(int(key) if key.isascii() and key.isdigit() else key, entry) for key, entry in entries.items()]
+
+
+class _AddedTokens(msgspec.Struct):
+    """What :func:`require_added_tokens` reads of ``tokenizer.json``; the rest of that large file is skipped."""
+
+    added_tokens: list[dict[str, Any]] = []
+
+
+def require_added_tokens(payloads: Mapping[str, bytes]) -> None:
+    """Refuse a tokenizer configuration without the added tokens of its ``tokenizer.json``.
+
+    Releases saved by newer tools leave ``added_tokens_decoder`` out, and the engine compares the two files when it
+    loads an artifact. A partial table must have the special tokens. Nothing is required of a model without resources.
+
+    Args:
+        payloads: what :func:`load_resources` gave, by object id.
+
+    Raises:
+        ValueError: a token is missing; the message says which option supplies the file.
+    """
+    tokenizer, config = (payloads.get(f"resource/text/{role}") for role in ("tokenizer.json", "tokenizer_config.json"))
+    if tokenizer is None or config is None:
+        return
+    added = msgspec.json.decode(tokenizer, type=_AddedTokens).added_tokens
+    known = json.loads(config).get("added_tokens_decoder", {})
+    missing = [entry for entry in added if str(entry["id"]) not in known and (entry.get("special") or not known)]
+    if missing:
+        listed = ", ".join(f"{entry['content']} ({entry['id']})" for entry in missing[:4])
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ValueError(
+            f"tokenizer_config.json lacks added_tokens of its own tokenizer.json: {listed}{more} not in "
+            "added_tokens_decoder; pass --resource tokenizer_config.json=PATH with that of the release it was made from"
+        )
