@@ -199,6 +199,20 @@ def test_a_dense_release(release: str, here: Path, run: Run) -> None:
     assert built(run, *options, "--out", "dense.ninfer")["actions"]["executed"] == 0
 
 
+def test_block_fp8_is_a_model_like_any_other(here: Path, run: Run) -> None:
+    """Its decoded values are quantised anew; a word of row-scaled FP8 could not say them."""
+    model = releases.write_block_fp8(here / "model")
+    options = ("--model", model, "--recipe", "qwen3_8_27b", "--assign", "text/layers/0/gdn/z=bf16:cast_direct")
+    built(run, *options, "--out", "block.ninfer")
+    assert run("verify", "block.ninfer").code == 0
+    with Artifact("block.ninfer") as artifact, SafetensorsSource(model) as store:
+        directory = artifact.directory
+        source = matrix_source(store, f"{releases.TEXT}layers.0.linear_attn.in_proj_z.weight", (256, 128))
+        stored = artifact.read_object(directory.bindings["text/layers/0/gdn/z"]["object"])
+        values = torch.frombuffer(bytearray(stored), dtype=torch.bfloat16)
+        assert torch.equal(values, source.values().to(torch.bfloat16))
+
+
 def test_planning_reads_scalars_alone(experts: Path, here: Path) -> None:
     release = str(experts)
     settings = {"model": release, "sources": {"quantized": release}, "recipe": "qwen3_6_35b_a3b_nvfp4", "out": "x"}
