@@ -39,12 +39,18 @@ def tiny(tmp_path_factory):
 
 
 def test_a_run_prints_every_scenario_and_leaves_nothing(tiny):
+    from benchmark import arithmetic
     from benchmark.scenarios import SCENARIOS
 
     text, found, parent = tiny
     starts = [line.split(maxsplit=1)[0] for line in text.splitlines() if line]
     assert [name for name in starts if name in SCENARIOS] == list(SCENARIOS)
     assert list(found["scenarios"]) == list(SCENARIOS)
+    assert [item["format"] for item in found["searches"]] == list(arithmetic.GROUPED)
+    for item in found["searches"]:
+        assert f"search {item['format']}: " in text
+        assert item["ratio"] == item["rate"] / item["plain"]
+        assert item["floor_fraction"] == item["rate"] / item["floor"]
     assert [path.name for path in parent.iterdir()] == ["bench.json"]
 
 

@@ -2,6 +2,7 @@
 
 ``child.py REPORT ninferbuild DEVICE ARGUMENT...`` runs the command line, with clocks on the stages of a build.
 ``child.py REPORT baseline DEVICE FILE TARGET OUT`` runs the baseline.
+``child.py REPORT search DEVICE REPEAT SCALE`` measures the search of scales and prints the figures as JSON.
 ``child.py REPORT initialise DEVICE`` does nothing but import torch and put one number on the device.
 """
 
@@ -86,7 +87,15 @@ def initialise(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"ninferbuild": command, "baseline": baseline, "initialise": initialise}
+def search(arguments: list[str]) -> int:
+    from benchmark.search import measure
+
+    device, repeat, scale = arguments
+    print(json.dumps([item.to_json() for item in measure(device.partition(",")[0], int(repeat), int(scale))]))
+    return 0
+
+
+COMMANDS = {"ninferbuild": command, "baseline": baseline, "initialise": initialise, "search": search}
 
 
 def gpu() -> tuple[int, str | None]:

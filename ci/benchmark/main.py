@@ -16,7 +16,7 @@ import tempfile
 from types import FrameType
 
 from benchmark.process import ChildFailed
-from benchmark.scenarios import SCENARIOS, SPARSE, Bench, Options, PayloadsDiffer
+from benchmark.scenarios import CHOICES, SPARSE, Bench, Options, PayloadsDiffer
 from benchmark.table import render
 import ninferbuild
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: cpu)")
     made.add_argument("--dir", type=Path, metavar="DIR", help="disk or RAM disk to work on (default: that of TMPDIR)")
     made.add_argument("--recipe", default="qwen3_6_27b", help="what is built (default: qwen3_6_27b)")
-    made.add_argument("--only", nargs="+", choices=SCENARIOS, metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}")
+    made.add_argument("--only", nargs="+", choices=CHOICES, metavar="SCENARIO", help=f"of {', '.join(CHOICES)}")
     made.add_argument("--repeat", type=int, default=1, metavar="N", help="best of N (default: 1)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     made.add_argument("--scale", type=int, default=1, help=argparse.SUPPRESS)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=given.device,
         gigabytes=given.gigabytes,
         recipe=given.recipe,
-        scenarios=tuple(given.only or (SPARSE if given.sparse else SCENARIOS)),
+        scenarios=tuple(given.only or (SPARSE if given.sparse else CHOICES)),
         repeat=given.repeat,
         sparse=given.sparse,
         scale=given.scale,

@@ -140,6 +140,7 @@ class Results:
     measurements: dict[str, Measurement] = field(default_factory=dict)
     rates: dict[str, Rate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    searches: list[dict[str, Any]] = field(default_factory=list)
     layers: int = 0
 
     @property
@@ -179,6 +180,11 @@ class Results:
             if copy is not None:
                 times = rows[name].seconds / copy.seconds
                 lines.append(f"{name}: the whole command takes {times:.2f} × a plain copy of the artifact")
+        lines += [
+            f"search {item['format']}: {item['rate'] / 1e6:.2f} million weights/s, {item['ratio']:.2f} × the plain "
+            f"search, {item['floor_fraction']:.0%} of the floor of {item['floor'] / 1e6:.1f}"
+            for item in self.searches
+        ]
         lines += [f"{item.name}: torch was imported" for item in rows.values() if item.torch and _torch_free(item.name)]
         return lines
 
@@ -194,6 +200,7 @@ class Results:
             },
             "layers": self.layers,
             "scenarios": {item.name: item.to_json() for item in self.rows()},
+            "searches": self.searches,
             "comparisons": self.comparisons(),
             "notes": self.notes,
         }

@@ -37,6 +37,10 @@ Scenario = Callable[[], Measurement]
 BUILDS = ("baseline", "cold", "warm", "noop", "copy", "link", "method", "format")
 PLANS: dict[str, Geometry] = {"plan-dense": DENSE, "plan-experts": EXPERTS, "plan-75k": MANY}
 SCENARIOS = (*BUILDS, *PLANS)
+SEARCH = "search"
+"""The arithmetic of ``grouped_search`` alone: no command, and no row of the table."""
+
+CHOICES = (*SCENARIOS, SEARCH)
 SPARSE = ("cold", "noop", "copy", "link", "method", "format")
 """What ``--sparse`` runs when nothing is chosen: its files hold nothing whose conversion could be compared."""
 
@@ -104,6 +108,9 @@ class Bench:
         for name, geometry in PLANS.items():
             if name in options.scenarios:
                 self._plan(name, geometry)
+        if SEARCH in options.scenarios:
+            found = self._child("search", str(options.repeat), str(options.scale)).output
+            self._results.searches = json.loads(found)
         order = {name: index for index, name in enumerate(SCENARIOS)}
         found = self._results.measurements
         self._results.measurements = dict(sorted(found.items(), key=lambda item: order[item[0]]))
