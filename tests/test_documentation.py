@@ -17,12 +17,14 @@ import os
 from pathlib import Path
 import re
 import shlex
+import struct
 import subprocess
 import sys
 import tomllib
 
 from fixtures import gguf_export, synthetic
 from fixtures.command_server import serving
+from fixtures.gguf_files import write_gguf
 import numpy as np
 import pytest
 
@@ -32,7 +34,7 @@ from ninferbuild.target import TargetFile
 from ninferbuild.target_schema import _ASSIGN_KEYS, CACHE_KEYS, PROPOSAL_ROWS, TARGET_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/targets.md", "docs/recipes.md", "docs/from-a-gguf.md")
+PAGES = ("README.md", "docs/targets.md", "docs/recipes.md", "docs/from-a-gguf.md", "docs/with-an-importance-matrix.md")
 
 NOT_RUN = {
     "pip install .": "would replace the installation under test",
@@ -64,9 +66,12 @@ def blocks(page: str) -> list[Block]:
 
 
 def write_checkpoint(root: Path, tokens: int, *, exported: bool) -> None:
-    """Text, vision and MTP, and what else the pages name; ``exported``: as GGUF files too."""
+    """Text, vision and MTP under the names of two releases, and what else the pages name; ``exported``: as GGUF files
+    too."""
     geometry = synthetic.text_geometry(4, h=64, vocab=tokens)
     synthetic.write_base(root / "Qwen3.6-27B", geometry, salt=1, shards=2)
+    (root / "Qwen3.8-27B").symlink_to("Qwen3.6-27B")
+    write_importance(root, geometry["hidden_size"], geometry["intermediate_size"])
     if exported:
         gguf_export.export(root / "Qwen3.6-27B", root / "model.gguf")
         gguf_export.export_vision(root / "Qwen3.6-27B", root / "mmproj.gguf")
@@ -74,6 +79,24 @@ def write_checkpoint(root: Path, tokens: int, *, exported: bool) -> None:
     shape = (geometry["hidden_size"], geometry["intermediate_size"])
     np.save(root / "down.npy", np.linspace(-1, 1, shape[0] * shape[1], dtype=np.float32).reshape(shape))
     (root / "template.jinja").write_text("{{ messages }}")
+
+
+def write_importance(root: Path, hidden: int, intermediate: int) -> None:
+    """An importance matrix in both forms of llama.cpp: the same for the feed-forward of every layer."""
+    matrices = {
+        f"blk.{layer}.ffn_{role}.weight": np.linspace(1, 2, width, dtype="<f4").tobytes()
+        for layer in range(4)
+        for role, width in (("gate", hidden), ("up", hidden), ("down", intermediate))
+    }
+    count = struct.pack("<f", 1.0)
+    tensors = [(f"{name}.in_sum2", (1, len(raw) // 4), 0, raw) for name, raw in matrices.items()]
+    tensors += [(f"{name}.counts", (1, 1), 0, count) for name in matrices]
+    write_gguf(root / "qwen.imatrix.gguf", {"general.type": "imatrix"}, tensors)
+    entries = [
+        struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 1, len(raw) // 4) + raw
+        for name, raw in matrices.items()
+    ]
+    (root / "imatrix.dat").write_bytes(struct.pack("<i", len(entries)) + b"".join(entries))
 
 
 @dataclass
