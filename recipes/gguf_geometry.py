@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ninferbuild.sources.ranges import Range, coalesce
 
 if TYPE_CHECKING:
-    from ninferbuild.sources.logical import LogicalSource
+    from ninferbuild.sources.description import Description
 
 Rows = tuple[Range, ...]
 """A row map."""
@@ -118,6 +118,17 @@ class Geometry:
         begins = (base + position * size for position in self.value_head_positions)
         return coalesce((begin, begin + size) for begin in begins)
 
+    def untile(self, stored: Description) -> Description:
+        """``stored`` with the value heads along its leading axis, an entry each, in grouped order.
+
+        Raises:
+            ValueError: the axis has not an entry for each value head.
+        """
+        found = stored.shape[0] if stored.shape else 0
+        if found != self.value_heads:
+            raise ValueError(f"axis 0 has {found} entries, expected {self.value_heads}")
+        return stored.select_rows(self.untiled_rows(head_rows=1))
+
     def channel_rows(self) -> Rows:
         """Rows of the convolution's grouped channels: query and key as they lie, then the value heads."""
         return coalesce((*rows(2 * self.key_dim), *self.untiled_rows(2 * self.key_dim)))
@@ -137,21 +148,6 @@ class Geometry:
 def rows(count: int, base: int = 0) -> Rows:
     """``count`` consecutive rows from row ``base``."""
     return ((base, base + count),)
-
-
-def untile(geometry: Geometry, source: LogicalSource, head_rows: int = 1) -> LogicalSource:
-    """``source`` with the value heads along its leading axis in grouped order.
-
-    Raises:
-        ValueError: the axis does not hold ``head_rows`` entries for each value head.
-    """
-    from ninferbuild.sources.logical import arrange_rows
-
-    expected = geometry.value_heads * head_rows
-    if not source.shape or source.shape[0] != expected:
-        found = source.shape[0] if source.shape else "no"
-        raise ValueError(f"{source.label}: axis 0 has {found} entries, expected {expected}")
-    return arrange_rows(source, geometry.untiled_rows(head_rows=head_rows))
 
 
 QWEN_27B = Geometry(

@@ -104,9 +104,9 @@ class Importer:
         self._use_columns(prefix + "output")
         for gate, tensor in (("a_projection", "ssm_alpha.weight"), ("b_projection", "ssm_beta.weight")):
             self._gate(prefix + gate, tensors + tensor)
-        heads, channels = geometry.untiled_rows(head_rows=1), geometry.channel_rows()
-        self._values(prefix + "a_log", tensors + "ssm_a", lambda stored: stored.select_rows(heads).log_negative())
-        self._values(prefix + "dt_bias", tensors + "ssm_dt.bias", lambda stored: stored.select_rows(heads))
+        channels = geometry.channel_rows()
+        self._values(prefix + "a_log", tensors + "ssm_a", lambda stored: geometry.untile(stored).log_negative())
+        self._values(prefix + "dt_bias", tensors + "ssm_dt.bias", geometry.untile)
         self._values(
             prefix + "convolution",
             tensors + "ssm_conv1d.weight",
@@ -159,11 +159,10 @@ class Importer:
 
     def _gate(self, name: str, tensor: str) -> None:
         """A gate of the delta net: BF16 words stay what they are, other values are rounded to BF16."""
-        heads = self._geometry.untiled_rows(head_rows=1)
         if self._gguf.tensors[tensor].type.format is None:
-            self._values(name, tensor, lambda stored: stored.select_rows(heads))
+            self._values(name, tensor, self._geometry.untile)
         else:
-            shape = self._model.parameters[name].shape
+            shape, heads = self._model.parameters[name].shape, self._geometry.untiled_rows(head_rows=1)
             self._assign(name, block_source(self._gguf, tensor, (shape[0], shape[1]), heads))
 
     def _norm(self, name: str, tensor: str) -> None:

@@ -32,7 +32,6 @@ __all__ = [
     "EncodedRows",
     "LogicalSource",
     "StoredReader",
-    "arrange_rows",
     "array_source",
     "concatenate_encoded",
     "gather_source",
@@ -314,27 +313,11 @@ def leading_rows(source: LogicalSource, begin: int, end: int) -> LogicalSource:
         raise ValueError(f"{source.label}: a scalar has no complete leading-axis rows")
     if (begin, end) == (0, source.shape[0]):
         return source
-    return arrange_rows(source, ((begin, end),))
-
-
-def arrange_rows(source: LogicalSource, ranges: Sequence[Range]) -> LogicalSource:
-    """The ``ranges`` along the leading axis, one after the other; repeats and any order are allowed.
-
-    Of a matrix :func:`select_rows`; of another rank a view of the values under the same label.
-
-    Raises:
-        ValueError: the source has no axis, ``ranges`` is empty, or a range is empty or outside.
-    """
-    ranges = tuple(ranges)
     if len(source.shape) == 2:
-        return select_rows(source, ranges)
-    if not source.shape or not ranges:
-        raise ValueError(f"{source.label}: arranging rows requires a leading axis and nonempty ranges")
-    for begin, end in ranges:
-        if not 0 <= begin < end <= source.shape[0]:
-            raise ValueError(f"{source.label}: invalid selected rows [{begin}, {end}) of {source.shape[0]}")
-    total = sum(end - begin for begin, end in ranges)
-    return _rows_of(source, ranges, (total, *source.shape[1:]), source.label, encoded=False)
+        return select_rows(source, ((begin, end),))
+    if not 0 <= begin < end <= source.shape[0]:
+        raise ValueError(f"{source.label}: invalid selected rows [{begin}, {end}) of {source.shape[0]}")
+    return _rows_of(source, ((begin, end),), (end - begin, *source.shape[1:]), source.label, encoded=False)
 
 
 def _rows_of(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ninferbuild.artifact.formats import DIRECT_FORMATS
 from ninferbuild.plan import Parent, PlannedRecipe, plan_parents
 from ninferbuild.recipe import Recipe
 from ninferbuild.recipes import RECIPES
+from ninferbuild.recipes.gguf_geometry import Experts
 from ninferbuild.recipes.proposal import add_official_proposal
 from ninferbuild.recipes.qwen3_5_gguf import dense_blocks, mixture_blocks
 from ninferbuild.sources.opened import Sources
@@ -140,6 +142,18 @@ def test_the_expert_count_is_the_models(plan: Plan) -> None:
     export.kv["qwen35moe.expert_count"] = 4
     with refused("qwen35moe.expert_count = 4, expected 3"):
         plan(export)
+
+
+def test_fewer_experts_than_the_release_has(bases: Path, tmp_path: Path) -> None:
+    """A pruned model says so in its configuration; the file has to agree with that."""
+    assert isinstance(MOE.feed_forward, Experts)
+    released = replace(MOE, feed_forward=replace(MOE.feed_forward, count=256))
+    path = gguf_hybrid.export(moe=True).write(tmp_path / "pruned.gguf")
+    with Sources(bases / "moe", {"gguf": path}) as sources:
+        model = models.build(sources["base"], components=("text",), sources=sources)
+        recipe = Recipe(model)
+        mixture_blocks(model, recipe, sources, released)
+        assert plan_parents(recipe).parents
 
 
 def test_the_tensor_set_is_exact(plan: Plan) -> None:
