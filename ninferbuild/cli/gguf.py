@@ -30,10 +30,11 @@ def _ls(output: Output, file: str) -> None:
 
     Shapes are row-major, the slowest axis first. Only the header is read, also of one file of a split model.
     """
+    from ninferbuild.sources.ggml_types import ggml_name
     from ninferbuild.sources.gguf import GGUFFile
 
     with GGUFFile(file, shard=True) as opened:
-        rows = sorted((name, info.shape, info.type_name) for name, info in opened.tensors.items())
+        rows = sorted((name, info.shape, ggml_name(info.type_id)) for name, info in opened.tensors.items())
     if output.as_json:
         output.json_document([{"name": name, "shape": list(shape), "type": kind} for name, shape, kind in rows])
         return

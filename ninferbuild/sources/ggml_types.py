@@ -38,3 +38,26 @@ GGML_TYPES: dict[int, GgmlType] = {
     **{t.id: t for t in (PQ2_0, PTQ1_0)},
 }
 """Number in the file → type, for every type that can be read."""
+
+_NAMES_ONLY = {
+    3: "Q4_1",
+    7: "Q5_1",
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+
+
+def ggml_name(type_id: int) -> str:
+    """ggml's name of a type, also of one that cannot be read; the number as text where it is unknown."""
+    found = GGML_TYPES.get(type_id)
+    return _NAMES_ONLY.get(type_id, str(type_id)) if found is None else found.name

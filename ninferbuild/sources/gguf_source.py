@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ninferbuild.sources.alias_transforms import Stack, Transform, reorder_linear_attention_v_heads
 from ninferbuild.sources.description import Description
+from ninferbuild.sources.ggml_types import ggml_name
 from ninferbuild.sources.gguf import GGUFFile
 from ninferbuild.sources.gguf_maps import (
     qwen35_linear_attention_name_map,
@@ -112,7 +113,7 @@ class GGUFSource(_Store):
                 f"{self.path}: missing GGUF tensor {name!r}; `ninferbuild gguf ls {self.path}` lists what there is"
             )
         info = self._file.info(name)
-        return TensorInfo(tuple(info.shape), info.type_name)
+        return TensorInfo(tuple(info.shape), ggml_name(info.type_id))
 
     def tensor(self, name: str) -> Description:
         """The description of a whole tensor's FP32 values.
@@ -137,7 +138,7 @@ class GGUFSource(_Store):
     def list_tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Name, row-major shape and stored type of each tensor, in file order."""
         for name, info in self._file.tensors.items():
-            yield name, tuple(info.shape), info.type_name
+            yield name, tuple(info.shape), ggml_name(info.type_id)
 
     def metadata(self) -> dict[str, Any]:
         """Keys and values of the header."""

@@ -15,9 +15,15 @@ TENSORS = [
     ("token_embd.weight", (2, 32), 8, bytes(68)),
     ("blk.0.attn_norm.weight", (5120,), 0, bytes(4 * 5120)),
     ("blk.0.odd", (2, 3, 4), 99, bytes(7)),
+    ("blk.1.old", (2, 32), 3, bytes(40)),
 ]
 
-LINES = "blk.0.attn_norm.weight\t(5120,)\tF32\nblk.0.odd\t(2, 3, 4)\t99\ntoken_embd.weight\t(2, 32)\tQ8_0\n"
+LINES = (
+    "blk.0.attn_norm.weight\t(5120,)\tF32\n"
+    "blk.0.odd\t(2, 3, 4)\t99\n"
+    "blk.1.old\t(2, 32)\tQ4_1\n"
+    "token_embd.weight\t(2, 32)\tQ8_0\n"
+)
 
 WITHOUT = """
 import sys
@@ -47,6 +53,7 @@ def test_json(model: Path, run: Any) -> None:
     assert json.loads(run("gguf", "ls", model, "--json").out) == [
         {"name": "blk.0.attn_norm.weight", "shape": [5120], "type": "F32"},
         {"name": "blk.0.odd", "shape": [2, 3, 4], "type": "99"},
+        {"name": "blk.1.old", "shape": [2, 32], "type": "Q4_1"},
         {"name": "token_embd.weight", "shape": [2, 32], "type": "Q8_0"},
     ]
 

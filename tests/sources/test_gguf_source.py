@@ -125,10 +125,15 @@ class TestGGUFSource:
         assert store.read_flat("w").tolist() == expected * 2
         assert store.read_flat("x").tolist() == [1, 2]
 
-    def test_a_type_without_values(self, source: Write) -> None:
-        store = source(("w", (2, 128), 142, bytes(68)))
-        assert store.describe("w").dtype == "PQ2_0"
-        with pytest.raises(ValueError, match=r"model\.gguf: w: PQ2_0"):
+    @pytest.mark.parametrize(
+        ("type_id", "size", "name"),
+        [(142, 68, "PQ2_0"), (3, 160, "Q4_1"), (99, 3, "99")],
+        ids=["ternary", "old", "new"],
+    )
+    def test_a_type_without_values(self, source: Write, type_id: int, size: int, name: str) -> None:
+        store = source(("w", (2, 128), type_id, bytes(size)), stored("x", [1, 2]))
+        assert store.describe("w").dtype == name
+        with pytest.raises(ValueError, match=rf"model\.gguf: w: values of type {name} cannot be decoded"):
             store.read_flat("w")
 
 
