@@ -52,6 +52,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "tools.convert.sources.compressed_tensors": _names(
         "ninferbuild.sources.compressed_tensors", "matrix_source compressed_matrix_source"
     ),
+    "tools.convert.sources.gguf": _names("ninferbuild.sources.gguf", "GGUFFile TensorInfo"),
     "tools.convert.sources.gguf_source": _names(
         "ninferbuild.sources.gguf_source",
         """GGUFSource HFAliasSource standard_dense_name_map qwen35_mtp_name_map qwen35_vision_name_map

@@ -64,6 +64,7 @@ DOCUMENTED = {
     "tools.artifact.codecs.nvfp4": "encode_nvfp4 decode_nvfp4_words",
     "tools.artifact.codecs.fp8_row": "encode_fp8_row_scaled decode_fp8_row_scaled_words validate_fp8_row_words",
     "tools.artifact.codecs.direct": "encode_direct decode_direct",
+    "tools.convert.sources.gguf": "GGUFFile TensorInfo",
     "tools.convert.sources.gguf_source": """GGUFSource HFAliasSource standard_dense_name_map qwen35_mtp_name_map
         qwen35_vision_name_map qwen35_linear_attention_name_map reorder_linear_attention_v_heads""",
     "tools.convert.imatrix": "load",
