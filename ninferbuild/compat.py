@@ -40,6 +40,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "qwen3_8_27b_nvfp4_nvidia qwen3_8_27b_nvfp4_orcarouter qwen3_6_35b_a3b_nvfp4",
         ),
         **_names("ninferbuild.recipes.qwen3_5_gguf", "qwen3_8_27b_gguf qwen3_6_35b_a3b_gguf"),
+        **_names("ninferbuild.recipes.bonsai2_ternary", "bonsai2_27b_ternary"),
         **_names("ninferbuild.recipes", "RECIPES"),
     },
     "tools.convert.sources.logical": _names(

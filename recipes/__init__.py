@@ -21,6 +21,7 @@ BUILT_IN = (
     "ninferbuild.recipes.qwen3_5_releases",
     "ninferbuild.recipes.qwen3_8_quasar",
     "ninferbuild.recipes.qwen3_5_gguf",
+    "ninferbuild.recipes.bonsai2_ternary",
 )
 """Families of this distribution; they are found whatever the installed metadata says."""
 

@@ -66,18 +66,16 @@ def require_tensors(gguf: GGUFFile, expected: Mapping[str, Tensor], types: Types
     for name, (shape, kind) in expected.items():
         info = gguf.tensors[name]
         if info.shape != shape:
-            raise ValueError(
-                f"{gguf.path}: {name} is {info.type_name} {list(info.shape)}, expected shape {list(shape)}"
-            )
+            raise ValueError(f"{gguf.path}: {name} is {info.type_name} {info.shape}, expected shape {shape}")
         if info.type_id not in types[kind]:
             raise ValueError(
-                f"{gguf.path}: {name} is {info.type_name} {list(info.shape)}; ggml type {info.type_id} is none that "
+                f"{gguf.path}: {name} is {info.type_name} {info.shape}; ggml type {info.type_id} is none that "
                 f"this recipe takes for a {kind.value}"
             )
     end = max(gguf.tensors[name].offset + gguf.tensors[name].nbytes for name in expected)
     if gguf.data_bytes_available < end:
         raise ValueError(
-            f"{gguf.path}: truncated: the tensors need {end} bytes of data and the file has "
+            f"{gguf.path}: the data section is truncated: the tensors need {end} bytes and the file has "
             f"{gguf.data_bytes_available}; download it again"
         )
 

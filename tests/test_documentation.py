@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tomllib
 
-from fixtures import gguf_export, synthetic
+from fixtures import gguf_export, synthetic, ternary_released
 from fixtures.command_server import serving
 from fixtures.gguf_files import write_gguf
 import numpy as np
@@ -34,7 +34,14 @@ from ninferbuild.target import TargetFile
 from ninferbuild.target_schema import _ASSIGN_KEYS, CACHE_KEYS, PROPOSAL_ROWS, TARGET_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/targets.md", "docs/recipes.md", "docs/from-a-gguf.md", "docs/with-an-importance-matrix.md")
+PAGES = (
+    "README.md",
+    "docs/targets.md",
+    "docs/recipes.md",
+    "docs/from-a-gguf.md",
+    "docs/with-an-importance-matrix.md",
+    "docs/ternary.md",
+)
 
 NOT_RUN = {
     "pip install .": "would replace the installation under test",
@@ -44,6 +51,7 @@ NOT_RUN = {
     "ninferbuild convert --model Qwen3.6-27B --recipe qwen3_8_27b_gguf --source gguf=27b-Q4_K.gguf --out 27b.ninfer": (
         "takes an export of the released model, and nothing smaller"
     ),
+    "ninferbuild build bonsai": "would encode a model of 27 billion weights",
 }
 """Shell lines that are left out, each with the reason."""
 
@@ -99,6 +107,13 @@ def write_importance(root: Path, hidden: int, intermediate: int) -> None:
     (root / "imatrix.dat").write_bytes(struct.pack("<i", len(entries)) + b"".join(entries))
 
 
+def write_ternary(root: Path) -> None:
+    """What docs/ternary.md names; there is room for none of it but the headers."""
+    ternary_released.write_base(root / "Qwen3.8-27B")
+    ternary_released.write_gguf(root / "Ternary-Bonsai-2-27B-PQ2_0.gguf")
+    ternary_released.write_mtp(root / "model_mtp.safetensors")
+
+
 @dataclass
 class Desk:
     """A working directory for one page."""
@@ -145,6 +160,8 @@ def desk(page: str, command: list[str], tmp_path: Path) -> Desk:
     text = (ROOT / page).read_text()
     # A proposal head without a number of rows needs that many tokens.
     write_checkpoint(here, PROPOSAL_ROWS + 512 if "--proposal " in text else 2048, exported="model.gguf" in text)
+    if page == "docs/ternary.md":
+        write_ternary(here)
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "ninferbuild").write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')

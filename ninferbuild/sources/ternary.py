@@ -56,7 +56,7 @@ def ternary_rows(gguf: GGUFFile, name: str, begin: int = 0, end: int | None = No
     height = description.shape[0]
     end = height if end is None else end
     if not 0 <= begin < end <= height:
-        raise ValueError(f"{gguf.path}: {name}: row range [{begin}, {end}) is outside {height}")
+        raise ValueError(f"{gguf.path}: {name}: row range [{begin},{end}) is outside {height}")
     return decoding.read_encoded(description, begin, end)
 
 

@@ -190,16 +190,16 @@ def retyped(export: Export, name: str, kind: int) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "shown"),
     [
-        ("blk.0.ffn_gate.weight", F16, "F16 [256, 128]"),
-        ("output.weight", BF16, "BF16 [16, 128]"),
-        ("blk.0.attn_norm.weight", F16, "F16 [128]"),
-        ("blk.0.ssm_conv1d.weight", F16, "F16 [320, 4]"),
+        ("blk.0.ffn_gate.weight", F16, "F16 (256, 128)"),
+        ("output.weight", BF16, "BF16 (16, 128)"),
+        ("blk.0.attn_norm.weight", F16, "F16 (128,)"),
+        ("blk.0.ssm_conv1d.weight", F16, "F16 (320, 4)"),
         (
             "blk.0.ssm_alpha.weight",
             Q4_1,
-            "3 [6, 128]; ggml type 3 is none that this recipe takes for a gate of the delta net",
+            "3 (6, 128); ggml type 3 is none that this recipe takes for a gate of the delta net",
         ),
-        ("blk.2.ssm_dt.bias", BF16, "BF16 [6]"),
+        ("blk.2.ssm_dt.bias", BF16, "BF16 (6,)"),
     ],
 )
 def test_types_are_held_to_what_is_imported(plan: Plan, name: str, kind: int, shown: str) -> None:
@@ -212,7 +212,7 @@ def test_types_are_held_to_what_is_imported(plan: Plan, name: str, kind: int, sh
 def test_shapes_are_held_to_the_geometry(plan: Plan) -> None:
     export = gguf_hybrid.export()
     export.tensors["blk.0.ffn_up.weight"] = ("blk.0.ffn_up.weight", (128, 256), Q8_0, bytes(128 * 8 * 34))
-    with refused("blk.0.ffn_up.weight is Q8_0 [128, 256], expected shape [256, 128]"):
+    with refused("blk.0.ffn_up.weight is Q8_0 (128, 256), expected shape (256, 128)"):
         plan(export)
 
 

@@ -24,6 +24,7 @@ OFFICIAL = [
     "qwen3_8_27b_quasar_kv",
     "qwen3_8_27b_gguf",
     "qwen3_6_35b_a3b_gguf",
+    "bonsai2_27b_ternary",
 ]
 
 

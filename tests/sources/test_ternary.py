@@ -123,7 +123,7 @@ def test_a_source_of_another_shape(gguf: GGUFFile) -> None:
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 17), (4, 3), (5, 5)])
 def test_rows_outside(gguf: GGUFFile, begin: int, end: int) -> None:
-    with pytest.raises(ValueError, match=rf"m: row range \[{begin}, {end}\) is outside 16"):
+    with pytest.raises(ValueError, match=rf"m: row range \[{begin},{end}\) is outside 16"):
         ternary_rows(gguf, "m", begin, end)
 
 
