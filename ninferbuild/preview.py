@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import networkx
 
     from ninferbuild.artifact.schema import Directory
-    from ninferbuild.plan import Parent
+    from ninferbuild.plan import Parent, PlannedRecipe
+    from ninferbuild.recipe import Recipe
     from ninferbuild.target import Target
 
 
@@ -225,8 +226,12 @@ def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any
         for table in (ready.recipe.auxiliary_overrides, *(p.checked.auxiliaries for p in planned.parents if p.checked)):
             for name, _, role in table:
                 roles.setdefault(name, {})[role] = None
+        logical = [(name, item.shape, item.inputs) for name, item in ready.model.parameters.items()]
+        for use in planned.grafted_uses:
+            for role in use.get("auxiliaries", {}):
+                roles.setdefault(use["parameter"], {})[role] = None
         found = []
-        for name, parameter in ready.model.parameters.items():
+        for name, shape, inputs in (*logical, *_grafted(planned, ready.recipe)):
             if pattern is not None and name != pattern and not fnmatchcase(name, pattern):
                 continue
             owner = name
@@ -236,8 +241,8 @@ def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any
             found.append(
                 {
                     "name": name,
-                    "shape": list(parameter.shape),
-                    "inputs": list(parameter.inputs),
+                    "shape": list(shape),
+                    "inputs": list(inputs),
                     "format": ", ".join(dict.fromkeys(parent.target.format for parent in parents)),
                     "method": ", ".join(dict.fromkeys(parent.method_name for parent in parents)),
                     "parent": ", ".join(parent.target.id for parent in parents),
@@ -247,3 +252,16 @@ def parameters(target: Target, pattern: str | None = None) -> list[dict[str, Any
     if not found:
         raise ValueError(f"{pattern!r} matched no logical parameter of {target.name}")
     return found
+
+
+def _grafted(planned: PlannedRecipe, recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """(name, shape, inputs) of each parameter of a grafted component; part of an object has its elements as shape."""
+    shapes = {spec.id: spec.shape for spec in planned.grafted}
+    inputs: dict[str, list[str]] = {}
+    for use in planned.grafted_uses:
+        inputs.setdefault(use["parameter"], []).append(use["input"])
+    for taken in recipe.grafts:
+        for name in taken.component.bindings:
+            whole = planned.bindings[name].get("object")
+            shape = (taken.component.elements(name) or 0,) if whole is None else shapes[whole]
+            yield name, shape, tuple(inputs.get(name, ()))

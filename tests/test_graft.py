@@ -16,7 +16,7 @@ import torch
 from ninferbuild.artifact.layouts import planes
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import TensorSpec
-from ninferbuild.build import BuildResult, build, plan
+from ninferbuild.build import BuildResult, build, parameters, plan
 from ninferbuild.errors import SourceChangedError
 from ninferbuild.grafting import FIRST_ID
 from ninferbuild.models.model import Model
@@ -121,6 +121,25 @@ def test_the_directory_names_what_was_consumed_and_the_report_the_file(target: T
     assert (entry["method"], entry["parameters"]) == ("graft", ["draft/gate", "draft/up"])
     assert entry["sources"] == [f"{target.grafts['draft']}:weight/000001"]
     assert report["parameters"] == len(directory.bindings)
+
+
+def test_parameters_of_the_component_are_listed(target: Target) -> None:
+    write_donor(target.grafts["draft"])
+    listed = {row["name"]: row for row in parameters(target, "draft/*")}
+    assert list(listed) == [name for name in donor.BINDINGS if name.startswith("draft/")]
+    stack = RENAMED["weight/000001"]
+    assert listed["draft/up"] == {
+        "name": "draft/up",
+        "shape": [128 * 64],
+        "inputs": ["draft/states"],
+        "format": "nvfp4",
+        "method": "graft",
+        "parent": stack,
+        "auxiliaries": ["activation_input_divisor"],
+    }
+    assert listed["draft/shared_down"]["shape"] == [3, 64]
+    (head,) = parameters(target, "text/output_head")
+    assert head["inputs"] == ["text/final_hidden", "draft/final_hidden"]
 
 
 def ran(result: BuildResult, target: Target) -> set[str]:
