@@ -22,11 +22,13 @@ from ninferbuild.plan import plan_parents
 from ninferbuild.recipe import Recipe
 from ninferbuild.resolve import Action, Resolver
 from ninferbuild.sources.compressed_tensors import compressed_matrix_source, matrix_source
+from ninferbuild.sources.description import Description
 from ninferbuild.sources.gguf import GGUFFile
 from ninferbuild.sources.gguf_blocks import block_source
 from ninferbuild.sources.logical import (
     EncodedRows,
     LogicalSource,
+    StoredReader,
     array_source,
     gather_source,
     select_rows,
@@ -146,6 +148,24 @@ def opaque_words(label: str, divisor: bytes) -> LogicalSource:
     return LogicalSource((128, 64), label, refuse, read, lambda: divisor)
 
 
+def changed_array(dtype: str, change: Callable[[Description], Description]) -> LogicalSource:
+    """What ``change`` makes of a matrix of negative values."""
+    values = (-np.arange(1, 25) / 8).astype(dtype).reshape(3, 8)
+
+    whole = array_source(values, "stored").description
+    assert whole is not None
+    description = change(whole)
+    return LogicalSource(description.shape, "stored", StoredReader(lambda: description).read_values)
+
+
+def shifted(description: Description) -> Description:
+    return description.to_float32().add(-1.0).gather(1, ((4, 8), (0, 4)))
+
+
+def logarithms(description: Description) -> Description:
+    return description.log_negative().transpose((1, 0), (8, 3)).reshape((4, 6))
+
+
 def layer_sources(store: SafetensorsSource, around: Surroundings) -> dict[str, tuple[LogicalSource, str, str]]:
     """Parameter → source, format and method."""
     prefix = f"model.layers.{around.layer}."
@@ -154,6 +174,7 @@ def layer_sources(store: SafetensorsSource, around: Surroundings) -> dict[str, t
     experts = tensor_source(store, f"{prefix}experts.weight", (4, 32), offset=128, source_shape=(3, 4, 32))
     block = matrix_source(store, f"{prefix}block.weight", (130, 128))
     ids = np.array([3, 1, 2], np.int32)
+    ramp = array_source(((np.arange(256) - 128) / 64).astype("<f4").reshape(2, 128), "ramp")
     blocks = block_source(GGUFFile(store.root / "blocks.gguf"), f"blk.{around.layer}.up", (3, 32), ((4, 6), (0, 1)))
     return {
         "plain": (plain, "q4_g64_fp16", "grouped_absmax"),
@@ -174,6 +195,9 @@ def layer_sources(store: SafetensorsSource, around: Surroundings) -> dict[str, t
         "block_rows": (select_rows(block, ((129, 130), (0, 1))), "q5_g64_fp16", "grouped_absmax"),
         "ggml": (blocks, "gguf_q8_0", "import_encoded"),
         "ggml_values": (blocks, "bf16", "cast_direct"),
+        "searched": (ramp, "q4_g64_fp16", "grouped_search"),
+        "shifted": (changed_array("<f2", shifted), "bf16", "cast_direct"),
+        "logarithms": (changed_array("<f4", logarithms), "fp32", "cast_direct"),
         "ids": (array_source(ids, around.label), "int32", "cast_direct"),
         "computed": (opaque(around.label), "q8_g32_fp16", "grouped_absmax"),
         "computed_words": (opaque_words(around.label, b"\0\0\x80\x3f"), NVFP4, "import_encoded"),

@@ -154,7 +154,7 @@ def test_the_version_of_a_decoder(
     assert changed(reference, layer.manifests(tmp_path)) == affected
 
 
-@pytest.mark.parametrize("step", ["rows", "transpose"])
+@pytest.mark.parametrize("step", STEP_VERSIONS)
 def test_the_version_of_a_step(
     layer: Any, reference: Manifests, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
