@@ -18,7 +18,6 @@ rows or a divisor are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import isfinite, prod
 import struct
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from ninferbuild.sources.description import Description, Part
 from ninferbuild.sources.dtypes import WORD_BYTES
 from ninferbuild.sources.logical import LogicalSource
-from ninferbuild.sources.regions import RegionReader
 from ninferbuild.sources.safetensors import SafetensorsSource, is_described_store, tensor_source
 from ninferbuild.sources.stored import StoredReader
 
@@ -177,22 +175,25 @@ def _part(
     store: SafetensorsSource, role: str, name: str, dtype: str, shape: tuple[int, ...], row_bytes: int, rows: int = 1
 ) -> Part:
     """The whole stored tensor as a part; its type and shape must be as given."""
-    found = store.describe(name)
+    found = store.tensor(name)
     if (found.dtype, found.shape) != (dtype, shape):
-        raise ValueError(f"{found.file}: {name}: expected {dtype}{shape}, got {found.dtype}{found.shape}")
-    return replace(store.tensor(name).parts[0], role=role, row_bytes=row_bytes, rows=rows)
+        where = store.describe(name).file
+        raise ValueError(f"{where}: {name}: expected {dtype}{shape}, got {found.dtype}{found.shape}")
+    return Part(role, found.parts[0].region, row_bytes, rows=rows, name=name)
 
 
 def _scalar(store: SafetensorsSource, name: str) -> tuple[bytes, float]:
     """The FP32 word of a one-element tensor that has to be a divisor or its reciprocal."""
-    found = store.describe(name)
+    found = store.tensor(name)
     if found.dtype != "F32" or prod(found.shape) != 1:
-        raise ValueError(f"{found.file}: {name}: expected a source FP32 scalar, got {found.dtype}{found.shape}")
+        where = store.describe(name).file
+        raise ValueError(f"{where}: {name}: expected a source FP32 scalar, got {found.dtype}{found.shape}")
     word = bytearray(4)
-    RegionReader(store.tensor(name).parts[0].region).read_into(memoryview(word))
+    (span,) = found.parts[0].region.spans
+    span.file.read_into(span.begin, memoryview(word))
     value: float = struct.unpack("<f", word)[0]
     if not (isfinite(value) and value > 0):
-        raise ValueError(f"{found.file}: {name}: divisor must be finite and positive, not {value}")
+        raise ValueError(f"{store.describe(name).file}: {name}: divisor must be finite and positive, not {value}")
     return bytes(word), value
 
 
