@@ -120,8 +120,8 @@ def _require_blocks(recipe: Recipe, key: AuxiliaryKey) -> None:
     if others:
         raise ValueError(
             f"auxiliary {_spelled(key)} belongs to stored gguf_* blocks, and the parameter is stored as "
-            f"{', '.join(others)}; keep its blocks, or give it a source of untiled columns and take the auxiliary out of "
-            "recipe.auxiliary_overrides"
+            f"{', '.join(others)}; keep its blocks, or give it a source of untiled columns and take the auxiliary out "
+            "of recipe.auxiliary_overrides"
         )
 
 
