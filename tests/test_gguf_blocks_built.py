@@ -113,6 +113,24 @@ def test_other_targets_and_sources_are_refused(gguf: GGUFFile) -> None:
 
 GEOMETRY = synthetic.text_geometry(1, h=64, inter=128, heads=2, d=32, vocab=128, gk=1, gkd=32, gv=2, gvd=32, interval=1)
 
+WRAPPED = """
+from tools.convert.sources.logical import EncodedRows, LogicalSource
+
+
+def rows(begin, end):
+    import torch
+    return EncodedRows("gguf_q8_0", torch.full((end - begin, 68), 7, dtype=torch.uint8), torch.empty(0).half())
+
+
+def refuse(begin, end):
+    raise AssertionError("values were read")
+
+
+def configure(model, recipe, sources):
+    source = LogicalSource((128, 64), "sevens", refuse, rows)
+    recipe.assign("text/layers/0/mlp/up", source=source, format="gguf_q8_0", method="import_encoded")
+"""
+
 OVERRIDE = """
 from ninferbuild.sources.gguf_blocks import block_source
 
@@ -236,6 +254,14 @@ def test_one_changed_block_makes_one_object_again(target: Target) -> None:
     write_blocks(target.sources["gguf"], up=up)
     assert build(target).executed == 1
     assert stored(target.out, "text/layers/0/mlp/up")[1] == up[np.arange(128) ^ 1].tobytes()
+
+
+def test_blocks_of_a_function(target: Target) -> None:
+    """They are hashed by what they are, without scales."""
+    Path(target.overrides[0]).write_text(WRAPPED)
+    build(target)
+    assert stored(target.out, "text/layers/0/mlp/up") == ("gguf_q8_0", b"\x07" * 128 * 68)
+    assert build(target).executed == 0
 
 
 def test_commands_show_blocks_without_reading_them(target: Target) -> None:
