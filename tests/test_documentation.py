@@ -158,10 +158,10 @@ def desk(page: str, command: list[str], tmp_path: Path) -> Desk:
     here = tmp_path / "here"
     here.mkdir()
     text = (ROOT / page).read_text()
-    # A proposal head without a number of rows needs that many tokens.
-    write_checkpoint(here, PROPOSAL_ROWS + 512 if "--proposal " in text else 2048, exported="model.gguf" in text)
     if page == "docs/ternary.md":
         write_ternary(here)
+    else:  # a proposal head without a number of rows needs that many tokens
+        write_checkpoint(here, PROPOSAL_ROWS + 512 if "--proposal " in text else 2048, exported="model.gguf" in text)
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "ninferbuild").write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
