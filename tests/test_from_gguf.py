@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+import os
 from pathlib import Path
 import shutil
+import subprocess
+import sys
 import time
 from typing import Any
 
 from fixtures import gguf_export, synthetic
+from fixtures.workbench import REPOSITORY
 import numpy as np
 import pytest
 
@@ -260,6 +264,29 @@ class TestIncremental:
         shutil.copy(world.root / "F32.gguf", tmp_path / "copy.gguf")
         sources = {"quantized": tmp_path / "copy.gguf", "pictures": world.root / "mmproj-F32.gguf"}
         assert build(world.from_gguf(tmp_path, sources=sources)).executed == 0
+
+
+UP_TO_DATE = """
+import sys
+from ninferbuild.cli import main
+
+code = main(sys.argv[1:])
+loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "gguf"})
+sys.exit(f"exit code {code}, {loaded}" if code or loaded else 0)
+"""
+
+
+def test_a_build_without_work_loads_neither_torch_nor_the_package_gguf(world: World, tmp_path: Path) -> None:
+    root = world.root
+    arguments = ["convert", "--model", root / "config", "--recipe", RECIPE, "--components", ",".join(COMPONENTS)]
+    arguments += ["--override", root / "override.py", "--source", f"quantized={root / 'F16.gguf'}"]
+    arguments += ["--source", f"pictures={root / 'mmproj-F16.gguf'}", "--out", tmp_path / "out.ninfer"]
+    environment = {**os.environ, "NINFERBUILD_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(REPOSITORY)}
+    for program in (["-m", "ninferbuild"], ["-c", UP_TO_DATE]):
+        command = [sys.executable, *program, *map(str, arguments)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "is up to date" in done.stdout
 
 
 USERS = """
