@@ -74,8 +74,12 @@ def _signs(gguf: GGUFFile, widths: tuple[int, ...]) -> dict[int, AuxiliaryValue]
     if not isinstance(found, list) or tuple(found) != widths:
         raise ValueError(f"{gguf.path}: sign widths {_shown(found)}, expected {widths}")
     values = gguf.kv.get(_ROTATION + "sign_values")
-    if not isinstance(values, list) or len(values) != sum(widths) or any(value not in (1, -1) for value in values):
-        raise ValueError(f"{gguf.path}: sign values must be {sum(widths)} entries of +-1, not {_shown(values)}")
+    required = f"{gguf.path}: sign values must be {sum(widths)} entries of +-1"
+    if not isinstance(values, list) or len(values) != sum(widths):
+        raise ValueError(f"{required}, not {_shown(values)}")
+    wrong = next((index for index, value in enumerate(values) if value not in (1, -1)), None)
+    if wrong is not None:
+        raise ValueError(f"{required}; entry {wrong} is {values[wrong]!r}")
     ends = accumulate(widths)
     return {
         width: AuxiliaryValue.hadamard_signs(values[end - width : end]) for width, end in zip(widths, ends, strict=True)
@@ -100,10 +104,7 @@ def _require_rotated(gguf: GGUFFile, expected: set[str]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value of the header for a message: a long array by what makes it wrong."""
+    """A value of the header for a message."""
     if not isinstance(value, list):
         return repr(value)
-    if len(value) <= _LISTED:
-        return repr(tuple(value))
-    wrong = next((f", {value[i]!r} at {i}" for i in range(len(value)) if value[i] not in (1, -1)), "")
-    return f"an array of {len(value)}{wrong}"
+    return repr(tuple(value)) if len(value) <= _LISTED else f"an array of {len(value)}"
