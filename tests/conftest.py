@@ -10,12 +10,17 @@ import time
 
 from fixtures import fx
 from fixtures.workbench import LOGGED_RECIPE, Bench, CallLog, Finished, install_logged_methods
+from hypothesis import HealthCheck, settings
 import pytest
 
 from ninferbuild.memo import SETTLED_NS
 from ninferbuild.rules import METHODS
 
 MACHINE_SEED = "BUILD_MACHINE_SEED"
+
+# How long an example takes says something about the machine and who shares it, nothing about the code.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
