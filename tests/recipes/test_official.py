@@ -289,7 +289,7 @@ MOE = sorted(name for name in RECIPES if "35b" in name)
 
 @pytest.mark.parametrize("recipe", DENSE)
 def test_dense_recipes_refuse_a_mixture(recipe: str, configure: Callable[..., Recipe]) -> None:
-    with pytest.raises(ValueError, match=r"requires (Qwen3\.5|the Qwen3\.8-27B) Dense"):
+    with pytest.raises(ValueError, match=r"requires (Qwen3\.5 Dense|the Qwen3\.8-27B Dense geometry)"):
         configure(recipe, "moe")
 
 
