@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fixtures import synthetic, ternary_hybrid, ternary_released
+from fixtures.gguf_files import write_gguf
 from fixtures.ternary_hybrid import BF16, F32, GEOMETRY, PQ2_0, PTQ1_0, Entry, Export, write_sparse
 import numpy as np
 import pytest
+import torch
 
 from ninferbuild import models
 from ninferbuild.artifact.layouts import encoded_size
@@ -22,6 +24,8 @@ from ninferbuild.recipes import RECIPES
 from ninferbuild.recipes.bonsai2_ternary import import_ternary
 from ninferbuild.recipes.gguf_geometry import QWEN_27B
 from ninferbuild.recipes.proposal import add_official_proposal
+from ninferbuild.sources.gguf import GGUFFile
+from ninferbuild.sources.gguf_direct import direct_source
 from ninferbuild.sources.opened import Sources
 
 T2, Q4, Q8 = "t2_g128_fp16", "q4_g64_fp16", "q8_g32_fp16"
@@ -199,6 +203,21 @@ def test_the_proposal_head_is_made_of_rows_of_the_head(configure: Configure, toy
     assert len(objects) == 3
     for used in ("mtp/final_hidden", "dflash2/final_hidden"):
         assert uses["proposal/head", used]["auxiliaries"] == {"hadamard_signs": {"object": "auxiliary/000000"}}
+
+
+def test_known_values_of_vectors(tmp_path: Path) -> None:
+    norm = np.array([1.0, 1.0078125, 0.9990234375, 1.3], "<f4").tobytes()
+    decay = np.array([-1, -0.5, -16, -np.float32(np.e)], "<f4").tobytes()
+    tensors = [(name, (4,), F32, raw) for name, raw in (("norm", norm), ("ssm_a", decay), ("zero", bytes(16)))]
+    with GGUFFile(write_gguf(tmp_path / "v.gguf", {"general.architecture": "t"}, tensors)) as gguf:
+        shifted = direct_source(gguf, "norm", change=lambda stored: stored.add(-1.0)).values()
+        words = shifted.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        assert words.tolist() == [0x0000, 0x3C00, 0xBA80, 0x3E9A]
+        logarithms = direct_source(gguf, "ssm_a", change=lambda stored: stored.log_negative()).values()
+        expected = [0x00000000, 0xBF317218, 0x40317218, 0x3F7FFFFF]
+        assert logarithms.numpy().view(np.uint32).tolist() == expected
+        with refused("negative"):
+            direct_source(gguf, "zero", change=lambda stored: stored.log_negative()).values()
 
 
 # What is refused
