@@ -46,7 +46,7 @@ STEPS = (-2, -1, 1, 2)
 LARGEST_WORD = 0x7BFF
 """The largest finite binary16 number."""
 
-CPU_TILE_GROUPS = 1 << 10
+CPU_TILE_GROUPS = 1 << 11
 """Groups that the CPU takes through all candidates at a time; their working set stays in its cache."""
 
 CUDA_TILE_ELEMENTS = 1 << 20

@@ -53,15 +53,19 @@ class Search:
 
 
 def measure(device: str, repeat: int, scale: int) -> list[Search]:
-    """Search one matrix in every format, with importance and negative scales.
+    """Search one matrix in every format, with importance and negative scales; on the CPU with one core.
 
     Raises:
         ValueError: the package and the plain search made different bytes.
     """
+    from ninferbuild import platform_io
+    from ninferbuild.job import LARGEST_BUFFER
     from ninferbuild.rules.error_flags import ErrorFlags
     from ninferbuild.rules.groupwise import grouped_format
     from ninferbuild.rules.scale_search import encode_matrix
 
+    platform_io.keep_freed_memory(LARGEST_BUFFER)
+    torch.set_num_threads(1)  # as an action has in a build, where others run beside it
     where = torch.device(device)
     rows, columns = max(1, ROWS[where.type] // scale), max(128, COLUMNS // scale)
     words = torch.from_numpy(random_block(SMALL_BLOCK_WORDS).view("int16"))
