@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ninferbuild import link as linker
+from ninferbuild import standing
 from ninferbuild.errors import CacheDamagedError, PayloadLostError
 from ninferbuild.history import Explainer
 from ninferbuild.job import BuildResult, Job
@@ -114,13 +114,13 @@ def _build(
     cancel = threading.Event()
     with ExitStack() as stack:
         if link:
-            linker.require_writable(target.out)
+            standing.require_writable(target.out)
             recover(target.out)  # finish an interrupted publication first
-        seen = linker.state_of(target.out)
+        seen = standing.state_of(target.out)
         in_use = stack.enter_context(CacheInUse())
         cache = in_use.watch(stack.enter_context(open_cache(target)))
         if link:  # before anything is encoded
-            linker.refuse_foreign([target.out], overwrite=overwrite, previous=cache.last_linked(target.identity))
+            standing.refuse_foreign([target.out], overwrite=overwrite, previous=cache.last_linked(target.identity))
         # A cache that cannot be written still serves what it holds.
         writer = None if cache.read_only else stack.enter_context(cache.writer())
         session = stack.enter_context(open_session(target, cache, writer, device, rerun=rerun, rehash=rehash))

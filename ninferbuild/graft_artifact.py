@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from ninferbuild import link as linker
+from ninferbuild import standing
 from ninferbuild.artifact.framing import SegmentMap
 from ninferbuild.artifact.objects import ArtifactObject, ResourceObject, TensorObject
 from ninferbuild.artifact.schema import Directory, FileRecord, ResourceSpec, TensorSpec, decode_directory, plan_objects
@@ -104,16 +105,16 @@ def graft_artifact(
     for path in (artifact, donor):
         if os.path.realpath(path) == os.path.realpath(out):
             raise OptionError(f"--out: {out} is read while it would be written; choose another output")
-    linker.require_writable(out)
+    standing.require_writable(out)
     recover(out)
-    linker.refuse_foreign([out], overwrite=overwrite)
+    standing.refuse_foreign([out], overwrite=overwrite)
     with ExitStack() as stack:
         base, other = (stack.enter_context(ArtifactSource(path)) for path in (artifact, donor))
         plan = _Plan(base, other, components)
         draft = linker.layout_of(plan.directory(name, {}), out.name, max_file_bytes)
         out.parent.mkdir(parents=True, exist_ok=True)
         linker.require_space(out.parent, sum(draft.lengths()))
-        linker.refuse_foreign(draft.paths(out), overwrite=overwrite)
+        standing.refuse_foreign(draft.paths(out), overwrite=overwrite)
         staged: list[StagedFile] = []
         try:
             for path, length in zip(draft.paths(out), draft.lengths(), strict=True):
@@ -127,7 +128,7 @@ def graft_artifact(
             staged.append(report)
             report.write(0, encode_report(_report(plan, layout, result, digests)))
             paths = layout.paths(out)
-            publish(staged[:-1], report, lambda: linker.surplus_of(paths, overwrite=overwrite))
+            publish(staged[:-1], report, lambda: standing.surplus_of(paths, overwrite=overwrite))
         finally:
             for file in staged:
                 file.discard()

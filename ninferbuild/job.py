@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ninferbuild import graph as graphs
 from ninferbuild import link as linker
-from ninferbuild import platform_io
+from ninferbuild import platform_io, standing
 from ninferbuild.action_graph import action_graph
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import ActionRecord, BuildRecord, Cache, Lease, OutOfSpaceError, Writer
@@ -99,7 +99,7 @@ class Job:
         gate: LockGate | None = None,
         *,
         linking: bool = True,
-        seen: linker.FileState | None = None,
+        seen: standing.FileState | None = None,
     ):
         self.session = session
         self.cache = cache
@@ -338,7 +338,7 @@ class Job:
             previous=last,
             seen=self.seen,
         )
-        self.seen = linker.state_of(target.out)
+        self.seen = standing.state_of(target.out)
         if written.meanwhile:
             self.progress.note(f"{target.out}: replaced an output that another process wrote meanwhile")
         if written.refused:

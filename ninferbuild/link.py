@@ -6,22 +6,17 @@ the files, and the artifact id is computed from the directory. Two builds of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-import hashlib
-import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ninferbuild.artifact.artifact_id import artifact_id_of
 from ninferbuild.artifact.framing import (
-    ARTIFACT_ID_BYTES,
     HEADER,
     MAGIC,
     PART_MAGIC,
     SegmentMap,
-    entry_header,
-    part_name,
 )
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import (
@@ -40,7 +35,8 @@ from ninferbuild.digest import combine, digest_of
 from ninferbuild.errors import NinferbuildError
 from ninferbuild.payload import PayloadWriter, Placed
 from ninferbuild.publish import StagedFile, publish
-from ninferbuild.report import CONVERTER, is_report, report_path, reported_set
+from ninferbuild.report import CONVERTER, report_path
+from ninferbuild.standing import FileState, first_bytes, refuse_foreign, state_of, surplus_of
 from ninferbuild.target_schema import OptionError
 from ninferbuild.writeback import WriteBehind, stays_cached
 
@@ -181,158 +177,6 @@ def layout_of(directory: Directory, entry_name: str, max_file_bytes: int | None)
     return Layout(replace(directory, files=files), text, offset, artifact_id_of(text, files))
 
 
-def artifact_id_of(text: bytes, files: Sequence[FileRecord]) -> bytes:
-    """The id of an artifact with this directory text: SHA-256 of the text without part names and padding, 16 bytes.
-
-    ``files`` are the directory's; their records end the text.
-    """
-    plain = text.rstrip(b" ")
-    if len(files) > 1:
-        named = encode_directory({"files": [record.to_json() for record in files]})[1:-1]
-        unnamed = encode_directory({"files": [FileRecord(None, record.payload_bytes).to_json() for record in files]})
-        head, found, tail = plain.rpartition(named)
-        if found:
-            plain = head + unnamed[1:-1] + tail
-    return hashlib.sha256(plain).digest()[:ARTIFACT_ID_BYTES]
-
-
-def made_here(entry: Path) -> tuple[Path, ...] | None:
-    """The files of the set at ``entry``, entry first, if ninferbuild made it; None otherwise.
-
-    A set is ours if its directory names ninferbuild and its id recomputes. Nobody else's writer computes the id from
-    the text, so a text that passes is one that was written here, and need not be examined further.
-    """
-    try:
-        with entry.open("rb") as file:
-            json_bytes, artifact_id = entry_header(file.read(HEADER.size))
-            if json_bytes > os.fstat(file.fileno()).st_size:
-                return None
-            text = file.read(json_bytes)
-        _, found, tail = text.rstrip(b" ").rpartition(b',"files":')
-        if not found or b'"provenance":{"converter":"%s"' % CONVERTER.encode() not in text:
-            return None
-        files = [FileRecord(record["path"], record["payload_bytes"]) for record in json.loads(tail[:-1])]
-    except (ArtifactError, OSError, ValueError, TypeError, KeyError):
-        return None
-    if artifact_id_of(text, files) != artifact_id:
-        return None
-    return (entry, *(entry.with_name(str(record.path)) for record in files[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A set that was published here.
-
-    Attributes:
-        artifact_id: its id, hexadecimal.
-        files: its files, entry first.
-    """
-
-    artifact_id: str
-    files: tuple[Path, ...]
-
-
-def published_at(entry: Path, previous: BuildRecord | None) -> Iterator[Published]:
-    """What is known to have been published as ``entry``: by the last build of the target, and by the report there."""
-    if previous is not None and previous.files and previous.out == os.path.realpath(entry):
-        yield _published(entry, previous.artifact_id, len(previous.files))
-    reported = reported_set(entry)
-    if reported is not None:
-        yield _published(entry, *reported)
-
-
-def _published(entry: Path, artifact_id: str, files: int) -> Published:
-    parts = [entry.with_name(part_name(entry.name, index)) for index in range(1, files)]
-    return Published(artifact_id, (entry, *parts))
-
-
-def remains_of(entry: Path, candidates: Iterable[Published]) -> tuple[Path, ...] | None:
-    """The files of the published set whose damaged or truncated entry lies at ``entry``; None if there is none.
-
-    That something was published under this name says nothing about what has the name now. What is left has to be of
-    it: nothing at all, a beginning of its header, or a header with its id, whatever became of the rest.
-    """
-    try:
-        if not entry.is_file():
-            return None
-        head = _framing(entry, HEADER.size)
-    except OSError:
-        return None
-    for candidate in candidates:
-        artifact_id = head[HEADER.size - ARTIFACT_ID_BYTES :].hex()
-        if len(head) == HEADER.size:
-            ours = artifact_id == candidate.artifact_id
-        else:
-            ours = MAGIC.startswith(head[: len(MAGIC)]) and candidate.artifact_id.startswith(artifact_id)
-        if ours:
-            return candidate.files
-    return None
-
-
-def _framing(entry: Path, length: int) -> bytes:
-    with entry.open("rb") as file:
-        return file.read(length)
-
-
-def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool, previous: BuildRecord | None = None) -> list[Path]:
-    """Check that only files made here would be replaced.
-
-    Args:
-        layout_paths: files of the new set, entry first.
-        overwrite: replace foreign files too.
-        previous: the last build of the target, which tells what is left of its output from a foreign file.
-
-    Returns:
-        parts of the set that is replaced.
-
-    Raises:
-        FileExistsError: a file in the way was not made by ninferbuild, as far as can be told.
-    """
-    entry, report = layout_paths[0], report_path(layout_paths[0])
-    old_parts: list[Path] = []
-    for path in (entry, report):
-        if path.is_dir():
-            raise FileExistsError(f"{path} is a directory; choose another output")
-    old = None
-    if os.path.lexists(entry):
-        old = made_here(entry) or remains_of(entry, published_at(entry, previous))
-    if old is not None:
-        old_parts = list(old[1:])
-    elif not overwrite:
-        if os.path.lexists(entry):
-            raise FileExistsError(
-                f"{entry} exists and is not an artifact made by ninferbuild (or is damaged); choose another output or "
-                "give --overwrite"
-            )
-        if os.path.lexists(report) and not is_report(report):
-            raise FileExistsError(
-                f"{report} exists and is no report of ninferbuild; choose another output or give --overwrite"
-            )
-    for path in layout_paths[1:]:
-        if os.path.lexists(path) and path not in old_parts and not overwrite:
-            raise FileExistsError(f"{path} exists and belongs to no artifact made here; give --overwrite to replace it")
-    return [path for path in old_parts if os.path.lexists(path)]
-
-
-def surplus_of(layout_paths: Sequence[Path], *, overwrite: bool, previous: BuildRecord | None = None) -> list[Path]:
-    """Parts of the set that is replaced which the new set does not have; arguments as :func:`refuse_foreign`."""
-    replaced = refuse_foreign(layout_paths, overwrite=overwrite, previous=previous)
-    return [path for path in replaced if path not in layout_paths]
-
-
-FileState = tuple[int, int, int, int]
-"""(device, inode, bytes, mtime in nanoseconds): differs after whoever writes a file anew."""
-
-
-def state_of(path: Path) -> FileState | None:
-    """The state of a file; None when there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
 FileStat = tuple[str, int, int]
 """(path, bytes, mtime in nanoseconds) of a published file."""
 
@@ -350,7 +194,7 @@ def up_to_date(layout: Layout, entry: Path, published: Sequence[FileStat], paylo
     wanted = _header(layout) + layout.text
     paths = layout.paths(entry)
     try:
-        if _framing(entry, len(wanted)) != wanted or [path.stat().st_size for path in paths] != layout.lengths():
+        if first_bytes(entry, len(wanted)) != wanted or [path.stat().st_size for path in paths] != layout.lengths():
             return False
         return stats_of(paths) == tuple(map(tuple, published)) or _same_payload(entry, payload_digests)
     except OSError:
@@ -468,17 +312,6 @@ def write(
     finally:
         for file in (*staged, *([staged_report] if staged_report is not None else [])):
             file.discard()
-
-
-def require_writable(entry: Path) -> None:
-    """Raises ``OSError`` when the output's directory cannot take files, nor be made."""
-    from ninferbuild.cache.filesystem import existing_parent
-
-    directory = existing_parent(entry.parent)
-    if not directory.is_dir():
-        raise NotADirectoryError(f"{entry}: {directory} is not a directory; choose another output")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise PermissionError(f"{entry}: {directory} cannot be written; choose another output")
 
 
 def require_space(directory: Path, needed: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ninferbuild.artifact.artifact_id import artifact_id_of
 from ninferbuild.artifact.findings import DEFAULT_LIMIT, Finding, Findings
 from ninferbuild.artifact.framing import HEADER, entry_header
 from ninferbuild.artifact.layouts import align_up, get_layout, planes
@@ -23,7 +24,6 @@ from ninferbuild.artifact.shards import Segment, check_files
 from ninferbuild.artifact.validity import WordRules, rules_of
 from ninferbuild.digest import BLOCK_BYTES, block_digest, combine
 from ninferbuild.expected import Expected, compare
-from ninferbuild.link import artifact_id_of
 from ninferbuild.report import CONVERTER
 
 TILE_BYTES = 256 << 10

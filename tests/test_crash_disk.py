@@ -38,7 +38,7 @@ FULL_OUTPUT = {
     # as the disk of the output fills up: (point, actions that are kept)
     "before the first action": (Point(RUN), 0),
     "after two actions": (Point(RUN, call=3, settle=True), 2),
-    "when the directory is linked": (Point("ninferbuild.link:_write_framing"), ACTIONS),
+    "when the directory is linked": (Point("ninferbuild.link:write_framing"), ACTIONS),
     "when payloads are linked": (Point(LINK), ACTIONS),
     "when the report is written": (Point(WRITE, about=REPORT), ACTIONS),
     "when the journal is written": (Point(WRITE, about="journal"), ACTIONS),

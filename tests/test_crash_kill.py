@@ -19,8 +19,8 @@ from fixtures.crash_points import Point
 from fixtures.processes import serving
 import pytest
 
-from ninferbuild.link import surplus_of
 from ninferbuild.publish import StagedFile, journal_of, publish, recover
+from ninferbuild.standing import surplus_of
 
 READ = "ninferbuild.sources.regions:RegionReader.read_into"
 ENCODE = "ninferbuild.rules.grouped_absmax:GroupedAbsmax.encode"
@@ -43,7 +43,7 @@ MATRIX = {
     "committing the last record": (Point(RECORD, call=ACTIONS), 0),
     "between blocks and record": (Point(BLOCKS, after=True), 0),
     "sealing a segment": (Point(SYNC_SEGMENT, call=3), 4),
-    "linking the directory": (Point("ninferbuild.link:_write_framing"), ACTIONS),
+    "linking the directory": (Point("ninferbuild.link:write_framing"), ACTIONS),
     "linking the payload": (Point("ninferbuild.link:_write_payload", after=True), ACTIONS),
     "writing the report": (Point(WRITE, "tear", about=REPORT), ACTIONS),
     "writing the journal": (Point(WRITE, "tear", about="journal"), ACTIONS),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import pytest
 import xxhash
 
-from ninferbuild import build, cloning, link, load_target, payload, platform_io
+from ninferbuild import build, cloning, link, load_target, payload, platform_io, standing
 from ninferbuild.artifact.framing import HEADER, MAGIC, PART_MAGIC, SegmentMap
 from ninferbuild.artifact.schema import TensorSpec
 from ninferbuild.build import BuildResult
@@ -118,7 +118,7 @@ class Made:
             overwrite=True,
             staging=staging,
             previous=previous,
-            seen=link.state_of(self.entry),
+            seen=standing.state_of(self.entry),
         )
         for path, expected in zip(self.paths, self.expected(), strict=True):
             assert first_difference(path.read_bytes(), expected) is None
@@ -504,6 +504,6 @@ def test_a_header_that_promises_more_than_there_is_makes_a_file_foreign(tmp_path
     """Whatever its length field says, nobody tries to read that much."""
     path = tmp_path / "m.ninfer"
     path.write_bytes(HEADER.pack(MAGIC, 1 << 62, bytes(16)) + b"{}")
-    assert link.made_here(path) is None
+    assert standing.made_here(path) is None
     with pytest.raises(FileExistsError, match="not an artifact made by ninferbuild"):
-        link.refuse_foreign([path], overwrite=False)
+        standing.refuse_foreign([path], overwrite=False)
