@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 
-.PHONY: help demo bench reproduce test soak lint types clean
+.PHONY: help demo bench reproduce real-gguf test soak lint types clean
 
 help: ## list what can be made
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/installed: pyproject.toml ci/constraints.txt
 	@echo "installing into $(VENV); this takes a minute"
@@ -26,6 +26,9 @@ bench: $(VENV)/installed ## measure builds, links and plans; see docs/performanc
 
 reproduce: $(VENV)/installed ## build every reference case again under other circumstances; expect the same bytes
 	$(BIN)/python ci/reproduce $(ARGS)
+
+real-gguf: $(VENV)/installed ## compile llama.cpp, and check what is made of the files that it writes
+	$(BIN)/python ci/real_gguf $(ARGS)
 
 test: $(VENV)/installed ## run the tests
 	$(BIN)/python -m pytest -q -n auto $(ARGS)
