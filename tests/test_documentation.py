@@ -38,6 +38,7 @@ PAGES = (
     "README.md",
     "docs/targets.md",
     "docs/recipes.md",
+    "docs/from-a-checkpoint.md",
     "docs/from-a-gguf.md",
     "docs/with-an-importance-matrix.md",
     "docs/ternary.md",
