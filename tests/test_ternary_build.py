@@ -94,7 +94,8 @@ class Desk:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     """A desk on which the target was built once; tests that change it come last."""
     desk = Desk(tmp_path_factory.mktemp("desk"))
-    time.sleep(max(0.0, desk.gguf.stat().st_ctime + SETTLED_NS / 1e9 + 0.1 - time.time()))
+    newest = max(path.stat().st_ctime for path in desk.root.rglob("*"))
+    time.sleep(max(0.0, newest + SETTLED_NS / 1e9 + 0.1 - time.time()))
     made = desk.build()
     assert made.executed + made.cached == made.total > 0
     return desk
