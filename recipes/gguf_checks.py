@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ninferbuild.recipes.gguf_geometry import Experts, Geometry
 from ninferbuild.recipes.gguf_tensors import Kind, Tensor
+from ninferbuild.sources.ggml_types import type_label
 
 if TYPE_CHECKING:
     from ninferbuild.sources.gguf import GGUFFile
@@ -65,12 +66,12 @@ def require_tensors(gguf: GGUFFile, expected: Mapping[str, Tensor], types: Types
     _require_names(gguf, expected)
     for name, (shape, kind) in expected.items():
         info = gguf.tensors[name]
-        if info.shape != shape:
+        if _without_units(info.shape, len(shape)) != shape:
             raise ValueError(f"{gguf.path}: {name} is {info.type_name} {info.shape}, expected shape {shape}")
         if info.type_id not in types[kind]:
             raise ValueError(
-                f"{gguf.path}: {name} is {info.type_name} {info.shape}; ggml type {info.type_id} is none that "
-                f"this recipe takes for a {kind.value}"
+                f"{gguf.path}: {name} is {info.type_name} {info.shape}; {type_label(info.type_id)} is none "
+                f"that this recipe takes for a {kind.value}"
             )
     end = max(gguf.tensors[name].offset + gguf.tensors[name].nbytes for name in expected)
     if gguf.data_bytes_available < end:
@@ -78,6 +79,16 @@ def require_tensors(gguf: GGUFFile, expected: Mapping[str, Tensor], types: Types
             f"{gguf.path}: the data section is truncated: the tensors need {end} bytes and the file has "
             f"{gguf.data_bytes_available}; download it again"
         )
+
+
+def _without_units(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """``shape`` without leading axes of one, as far as it has more than ``rank`` axes.
+
+    To ggml such axes are no part of a shape: exporters write the scores of the shared expert as ``(1, K)``, and the
+    quantiser makes ``(K)`` of it.
+    """
+    extra = max(0, len(shape) - rank)
+    return shape if any(extent != 1 for extent in shape[:extra]) else shape[extra:]
 
 
 def _require_names(gguf: GGUFFile, expected: Mapping[str, Tensor]) -> None:

@@ -144,7 +144,8 @@ class Importer:
         self._group(prefix, *(name + "down" for name in names))
         score = prefix + "shared_score"
         self._values(prefix + "router", tensors + "ffn_gate_inp.weight")
-        self._values(score, tensors + "ffn_gate_inp_shexp.weight", lambda stored: stored.reshape((1, *stored.shape)))
+        shape = self._model.parameters[score].shape
+        self._values(score, tensors + "ffn_gate_inp_shexp.weight", lambda stored: stored.reshape(shape))
         self._recipe.group((prefix + "router", score))
         for name in ("gate", "up", "down"):
             self._matrix(f"{prefix}shared/{name}", f"{tensors}ffn_{name}_shexp.weight")

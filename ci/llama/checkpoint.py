@@ -1,4 +1,4 @@
-"""A tiny Qwen3.5 checkpoint with text, vision and MTP, saved by ``transformers``.
+"""Tiny Qwen3.5 checkpoints with text, vision and MTP, saved by ``transformers``.
 
 The widths of all matrices are multiples of 256, so that every type of blocks fits all of them. Two key heads share
 eight value heads, so that no reordering of heads is its own inverse.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 256, 512, 512, 4
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 64
 KEY_HEADS, VALUE_HEADS, DELTA_DIM, TAPS = 2, 8, 32, 4
+EXPERTS, EXPERT_WIDTH = 4, 256
 QUERY, CACHED = HEADS * HEAD_DIM, KEY_VALUE_HEADS * HEAD_DIM
 
 SEED = 20
@@ -30,7 +31,6 @@ NORM_STEP = 1 / 128
 
 TEXT: dict[str, Any] = {
     "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
     "vocab_size": VOCABULARY,
     "num_hidden_layers": LAYERS,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -55,6 +55,13 @@ TEXT: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 256,
 }
+DENSE = {"intermediate_size": INTERMEDIATE}
+MIXTURE = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": EXPERT_WIDTH,
+    "shared_expert_intermediate_size": EXPERT_WIDTH,
+}
 VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 128,
@@ -71,32 +78,36 @@ VISION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The saved model: its directory, and its tensors by name, FP32."""
+    """The saved model: its directory, its tensors by name, FP32, and whether it is a mixture of experts."""
 
     directory: Path
     tensors: dict[str, torch.Tensor]
+    mixture: bool
 
 
-def write(directory: Path) -> Checkpoint:
-    """Save the model, its MTP block, its tokenizer and the other files that an artifact carries.
+def write(directory: Path, *, mixture: bool = False) -> Checkpoint:
+    """Save a model, its MTP block, its tokenizer and the other files that an artifact carries.
 
     ``transformers`` has no MTP block: those tensors join the file that it wrote.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
     import torch
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = Qwen3_5Config(text_config=TEXT, vision_config=VISION, tie_word_embeddings=False)
-    Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
+    family = "Qwen3_5Moe" if mixture else "Qwen3_5"
+    text = TEXT | (MIXTURE if mixture else DENSE)
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=VISION, tie_word_embeddings=False)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
     weights = directory / "model.safetensors"
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(weights).items()} | dict(_mtp_shapes())
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} | dict(_mtp_shapes(mixture))
     generator = torch.Generator().manual_seed(SEED)
     tensors = {name: _values(name, shape, generator) for name, shape in sorted(shapes.items())}
     save_file(tensors, weights, metadata={"format": "pt"})
     _write_tokenizer(directory)
-    return Checkpoint(directory, {name: tensor.to(torch.float32) for name, tensor in tensors.items()})
+    return Checkpoint(directory, {name: tensor.to(torch.float32) for name, tensor in tensors.items()}, mixture)
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -111,7 +122,7 @@ def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     return (values * SPREAD).to(torch.bfloat16)
 
 
-def _mtp_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mtp_shapes(mixture: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mtp.fc.weight", (HIDDEN, 2 * HIDDEN)
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         yield f"mtp.{norm}.weight", (HIDDEN,)
@@ -125,12 +136,15 @@ def _mtp_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield attention + "o_proj.weight", (HIDDEN, QUERY)
     yield attention + "q_norm.weight", (HEAD_DIM,)
     yield attention + "k_norm.weight", (HEAD_DIM,)
-    for name, shape in (
-        ("gate", (INTERMEDIATE, HIDDEN)),
-        ("up", (INTERMEDIATE, HIDDEN)),
-        ("down", (HIDDEN, INTERMEDIATE)),
-    ):
-        yield f"{layer}mlp.{name}_proj.weight", shape
+    if mixture:
+        yield layer + "mlp.gate.weight", (EXPERTS, HIDDEN)
+        yield layer + "mlp.shared_expert_gate.weight", (1, HIDDEN)
+        yield layer + "mlp.experts.gate_up_proj", (EXPERTS, 2 * EXPERT_WIDTH, HIDDEN)
+        yield layer + "mlp.experts.down_proj", (EXPERTS, HIDDEN, EXPERT_WIDTH)
+    width, feed = (EXPERT_WIDTH, "mlp.shared_expert") if mixture else (INTERMEDIATE, "mlp")
+    for name in ("gate", "up"):
+        yield f"{layer}{feed}.{name}_proj.weight", (width, HIDDEN)
+    yield f"{layer}{feed}.down_proj.weight", (HIDDEN, width)
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from fixtures import gguf_export
 
 from llama import checkpoint
+from llama.alias import text_alias, vision_alias
 from llama.checkpoint import Checkpoint
 from llama.command import ninferbuild
 from llama.reference import PLAIN, Reference, equal, nearly_equal, package_values
@@ -23,25 +24,24 @@ from ninferbuild.artifact.formats import GGUF_FORMATS
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.models.model import Model
 from ninferbuild.sources.gguf import GGUFFile
-from ninferbuild.sources.gguf_source import (
-    GGUFSource,
-    HFAliasSource,
-    qwen35_linear_attention_name_map,
-    qwen35_mtp_name_map,
-    qwen35_vision_name_map,
-    standard_dense_name_map,
-)
+from ninferbuild.sources.gguf_source import GGUFSource, HFAliasSource
 from ninferbuild.sources.opened import Sources
 
 Differences = Iterator[str]
 
 RECIPE = """
-from ninferbuild.recipes.gguf_geometry import Geometry
-from ninferbuild.recipes.qwen3_5_gguf import dense_blocks
+from ninferbuild.recipes.gguf_geometry import Experts, Geometry
+from ninferbuild.recipes.qwen3_5_gguf import dense_blocks, mixture_blocks
+
+GEOMETRY = {geometry!r}
 
 
-def blocks(model, recipe, sources):
-    dense_blocks(model, recipe, sources, Geometry(**{geometry!r}))
+def dense(model, recipe, sources):
+    dense_blocks(model, recipe, sources, Geometry(**GEOMETRY, feed_forward={width}))
+
+
+def mixture(model, recipe, sources):
+    mixture_blocks(model, recipe, sources, Geometry(**GEOMETRY, feed_forward=Experts(**{experts!r})))
 """
 
 GEOMETRY = {
@@ -55,8 +55,8 @@ GEOMETRY = {
     "value_heads": checkpoint.VALUE_HEADS,
     "gdn_dim": checkpoint.DELTA_DIM,
     "taps": checkpoint.TAPS,
-    "feed_forward": checkpoint.INTERMEDIATE,
 }
+EXPERTS = {"count": checkpoint.EXPERTS, "width": checkpoint.EXPERT_WIDTH, "shared_width": checkpoint.EXPERT_WIDTH}
 
 TILED = "/gdn/output"
 """Parameters that keep their columns as the exporter moved them; their uses say where each belongs."""
@@ -102,35 +102,13 @@ def _values(name: str, source: GGUFSource, file: GGUFFile, reference: Reference)
         yield f"{name}: values that the package gguf decodes"
 
 
-def text_alias(source: GGUFSource) -> HFAliasSource:
-    """The text and MTP tensors of a file under their names in the checkpoint."""
-    names, transforms, shapes = standard_dense_name_map(checkpoint.LAYERS)
-    maps = [qwen35_mtp_name_map(checkpoint.LAYERS, norm_offset=True)]
-    for layer, kind in enumerate(checkpoint.TEXT["layer_types"]):
-        if kind == "linear_attention":
-            heads = {"num_k_heads": checkpoint.KEY_HEADS, "num_v_heads": checkpoint.VALUE_HEADS}
-            dims = {"head_k_dim": checkpoint.DELTA_DIM, "head_v_dim": checkpoint.DELTA_DIM}
-            maps.append(qwen35_linear_attention_name_map(layer, **heads, **dims))
-    for more in maps:
-        names, transforms, shapes = names | more[0], transforms | more[1], shapes | more[2]
-    return HFAliasSource(source, names, transforms=transforms, shapes=shapes)
-
-
-def vision_alias(source: GGUFSource) -> HFAliasSource:
-    """The same of an mmproj file."""
-    names, transforms, shapes, composites = qwen35_vision_name_map(
-        checkpoint.VISION["depth"],
-        hidden_size=checkpoint.VISION["hidden_size"],
-        patch_size=checkpoint.VISION["patch_size"],
-    )
-    return HFAliasSource(source, names, transforms=transforms, shapes=shapes, composites=composites)
-
-
 def aliases(path: Path, reference: Reference, saved: Checkpoint) -> Differences:
-    """The values under the checkpoint's names are those that an exporter makes the file's values of."""
+    """The values under the names of a dense checkpoint are those that an exporter makes the file's values of."""
+    if saved.mixture:
+        return
     left = set(reference.tensors)
     with GGUFSource(path) as source:
-        alias = text_alias(source)
+        alias = text_alias(source, mixture=False)
         for name, tensor in saved.tensors.items():
             if name.startswith("model.visual."):
                 continue
@@ -148,7 +126,7 @@ def exported(path: Path, saved: Checkpoint) -> Differences:
     """A file in F32 gives the checkpoint's own values."""
     with GGUFSource(path) as source:
         vision = source.metadata()["general.architecture"] == "clip"
-        alias = vision_alias(source) if vision else text_alias(source)
+        alias = vision_alias(source) if vision else text_alias(source, mixture=saved.mixture)
         for name, tensor in saved.tensors.items():
             if name.startswith("model.visual.") != vision:
                 continue
@@ -158,25 +136,44 @@ def exported(path: Path, saved: Checkpoint) -> Differences:
                 yield f"{name}: values of the checkpoint"
 
 
-def artifact(path: Path, mmproj: Path, reference: Reference, saved: Checkpoint, directory: Path) -> Differences:
+def artifact(path: Path, mmproj: Path, reference: Reference, saved: Checkpoint) -> Differences:
     """An artifact of the blocks, verified, with the rows, the values and the order that the file says."""
-    recipe, out = directory / "recipe.py", path.with_suffix(".ninfer")
-    recipe.write_text(RECIPE.format(geometry=GEOMETRY))
-    sources = {"gguf": path, "vision": mmproj}
-    named = [part for name, file in sources.items() for part in ("--source", f"{name}={file}")]
-    options = ["--components", "text,vision,mtp", *named, "--device", "cpu", "--out", str(out), "--overwrite", "-q"]
-    failed = ninferbuild("convert", "--model", str(saved.directory), "--recipe", f"{recipe}:blocks", *options)
-    if failed is None:
-        failed = ninferbuild("verify", str(out))
+    out, sources = path.with_suffix(".ninfer"), {"gguf": path, "vision": mmproj}
+    failed = _convert(sources, out, saved) or ninferbuild("verify", str(out))
     if failed is not None:
         yield failed
         return
     with Sources(saved.directory, sources) as opened, Artifact(out) as stored, GGUFSource(path) as source:
         model = models.build(opened["base"], ("text", "vision", "mtp"), sources=opened)
-        yield from _stored_values(model, stored, text_alias(source))
+        yield from _stored_values(model, stored, text_alias(source, mixture=saved.mixture))
         yield from _stored_rows(stored, reference)
     out.unlink()
     out.with_name(f"{out.name}.conversion.json").unlink(missing_ok=True)
+
+
+def refused(path: Path, mmproj: Path, reference: Reference, saved: Checkpoint) -> Differences:
+    """A file with blocks that no artifact keeps can be looked at, and the recipe says what it does not take."""
+    with GGUFFile(path) as file:
+        if file.kv != reference.kv:
+            yield "keys and values"
+        found = {name: (info.shape, file.data_offset + info.offset) for name, info in file.tensors.items()}
+    if found != {name: (entry.shape, entry.begin) for name, entry in reference.tensors.items()}:
+        yield "entries"
+    failed = _convert({"gguf": path, "vision": mmproj}, path.with_suffix(".ninfer"), saved)
+    kinds = {entry.type for entry in reference.tensors.values()}
+    told = (failed or "").replace(str(path), "")
+    if "\n" in told or not any(kind in told for kind in kinds - PLAIN.keys()):
+        yield f"the recipe says: {failed}"
+
+
+def _convert(sources: Mapping[str, Path], out: Path, saved: Checkpoint) -> str | None:
+    """Build the artifact of a file's blocks; why it failed, or None."""
+    recipe = saved.directory.with_name("recipe.py")
+    recipe.write_text(RECIPE.format(geometry=GEOMETRY, width=checkpoint.INTERMEDIATE, experts=EXPERTS))
+    function = "mixture" if saved.mixture else "dense"
+    named = [part for name, file in sources.items() for part in ("--source", f"{name}={file}")]
+    options = ["--components", "text,vision,mtp", *named, "--device", "cpu", "--out", str(out), "--overwrite", "-q"]
+    return ninferbuild("convert", "--model", str(saved.directory), "--recipe", f"{recipe}:{function}", *options)
 
 
 def _stored_values(model: Model, stored: Artifact, alias: HFAliasSource) -> Differences:

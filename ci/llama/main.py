@@ -11,10 +11,10 @@ import subprocess
 import sys
 
 from llama import checks, importance
-from llama.checkpoint import Checkpoint, write
+from llama.checkpoint import write
 from llama.package import LlamaCpp, Missing, provide
 from llama.reference import PLAIN, Reference
-from llama.writing import MIXTURES, PASSED_OVER, PLAIN_KINDS, PURE, Kind, Writer, write_importance
+from llama.writing import MIXTURES, OF_EXPERTS, PLAIN_KINDS, PURE, REFUSED, Kind, Writer, write_importance
 
 SHOWN = 10
 """Differences that are printed for one file."""
@@ -44,27 +44,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir()
     os.environ["NINFERBUILD_CACHE"] = str(files / "cache")
-    run = Run(llama_cpp, files)
-    run.exports()
-    run.quantised()
-    run.measured()
-    print(f"{run.same} files the same, {run.failed} different")
-    return 1 if run.failed else 0
+    report = Report()
+    dense = Family(llama_cpp, files / "dense", report)
+    dense.exports()
+    dense.quantised((*PLAIN_KINDS, *PURE, *MIXTURES, *REFUSED))
+    dense.measured()
+    mixture = Family(llama_cpp, files / "experts", report, mixture=True)
+    mixture.exports()
+    mixture.quantised(OF_EXPERTS)
+    print(f"{report.same} files the same, {report.failed} different")
+    return 1 if report.failed else 0
 
 
-class Run:
-    """One pass over everything, a line for each file.
+class Report:
+    """A line for each file.
 
     Attributes:
         same, failed: files so far.
     """
 
-    def __init__(self, llama_cpp: LlamaCpp, files: Path):
+    def __init__(self) -> None:
         self.same = self.failed = 0
+
+    def file(self, label: str, reference: Reference, found: Iterable[str]) -> None:
+        """Print what a GGUF file holds, and its differences."""
+        blocks = [entry for entry in reference.tensors.values() if entry.type not in PLAIN]
+        stored = sum(entry.size for entry in blocks)
+        kinds = sorted({entry.type for entry in reference.tensors.values()})
+        what = f"{len(reference.tensors)} tensors, {len(blocks)} of blocks ({stored} bytes), {' '.join(kinds)}"
+        self.line(label, what, list(found))
+
+    def line(self, label: str, what: str, found: list[str]) -> None:
+        """Print what was looked at, and its differences."""
+        self.same += not found
+        self.failed += bool(found)
+        print(f"{label:20} {'DIFFERENT' if found else 'same'}: {what}", flush=True)
+        for line in found[:SHOWN]:
+            print(f"  {line}")
+        if len(found) > SHOWN:
+            print(f"  and {len(found) - SHOWN} more")
+
+
+class Family:
+    """One checkpoint, dense or a mixture of experts, and all files that are made of it below ``directory``."""
+
+    def __init__(self, llama_cpp: LlamaCpp, directory: Path, report: Report, *, mixture: bool = False):
+        directory.mkdir()
         self._llama_cpp = llama_cpp
-        self._files = files
-        self._writer = Writer(llama_cpp, files)
-        self._saved: Checkpoint = write(files / "model")
+        self._directory = directory
+        self._report = report
+        self._prefix = "experts " if mixture else ""
+        self._writer = Writer(llama_cpp, directory)
+        self._saved = write(directory / "model", mixture=mixture)
         self._model = self._writer.export(self._saved.directory)
         self._mmproj = self._writer.export(self._saved.directory, vision=True)
 
@@ -75,32 +106,39 @@ class Run:
             found = [*checks.reader(path, reference), *checks.exported(path, self._saved)]
             if path == self._model:
                 found += checks.aliases(path, reference, self._saved)
-            self._report(label, reference, found)
+            self._report.file(self._prefix + label, reference, found)
+        path = self._writer.export(self._saved.directory, "q8_0")
+        reference = Reference(self._llama_cpp, path)
+        found = [*checks.reader(path, reference), *checks.aliases(path, reference, self._saved)]
+        found += checks.artifact(path, self._mmproj, reference, self._saved)
+        self._report.file(self._prefix + "export Q8_0", reference, found)
 
-    def quantised(self) -> None:
-        """What the quantiser makes of it, for every kind of file that it knows."""
-        columns = {name: entry.shape[-1] for name, entry in Reference(self._llama_cpp, self._model).tensors.items()}
-        weights = write_importance(self._files / "importance.gguf", columns)
+    def quantised(self, kinds: Iterable[Kind]) -> None:
+        """What the quantiser makes of it, as far as it writes these kinds of files."""
+        exported = Reference(self._llama_cpp, self._model)
+        shapes = {name: entry.shape for name, entry in exported.tensors.items()}
+        weights = write_importance(self._directory / "importance.gguf", shapes)
         known = self._writer.file_types()
-        for kind in (*PLAIN_KINDS, *PURE, *MIXTURES):
+        for kind in kinds:
             if kind.file_type in known:
                 self._quantised(kind, weights)
             else:
-                print(f"{kind.label:12} passed over: this llama-quantize does not write it")
-        for name in sorted(known & PASSED_OVER.keys()):
-            print(f"{name:12} passed over: {PASSED_OVER[name]}")
+                print(f"{self._prefix + kind.label:20} passed over: this llama-quantize does not write it")
 
     def _quantised(self, kind: Kind, weights: Path) -> None:
         path = self._writer.quantise(self._model, kind, weights)
         reference = Reference(self._llama_cpp, path)
-        found = [*checks.reader(path, reference), *checks.aliases(path, reference, self._saved)]
-        if kind.blocks is not None:
-            kinds = {entry.type for entry in reference.tensors.values() if entry.type != "F32"}
-            if kinds - {kind.blocks}:
-                found.append(f"llama-quantize wrote {', '.join(sorted(kinds))}")
-        if kind not in PLAIN_KINDS:
-            found += checks.artifact(path, self._mmproj, reference, self._saved, self._files)
-        self._report(kind.label, reference, found)
+        kinds = {entry.type for entry in reference.tensors.values() if entry.type != "F32"}
+        found = []
+        if kind.blocks is not None and kinds != {kind.blocks} - {"F32"}:
+            found.append(f"llama-quantize wrote {', '.join(sorted(kinds))}")
+        if kind in REFUSED:
+            found += checks.refused(path, self._mmproj, reference, self._saved)
+        else:
+            found += [*checks.reader(path, reference), *checks.aliases(path, reference, self._saved)]
+            if kind not in PLAIN_KINDS:
+                found += checks.artifact(path, self._mmproj, reference, self._saved)
+        self._report.file(self._prefix + kind.label, reference, found)
         path.unlink()
 
     def measured(self) -> None:
@@ -109,20 +147,4 @@ class Run:
         measured = Reference(self._llama_cpp, paths[0])
         for path in paths:
             found = list(importance.differences(path, measured, self._saved))
-            self._print(f"imatrix {path.suffix[1:]}", f"{len(measured.tensors) // 2} importance vectors", found)
-
-    def _report(self, label: str, reference: Reference, found: Iterable[str]) -> None:
-        blocks = [entry for entry in reference.tensors.values() if entry.type not in PLAIN]
-        stored = sum(entry.size for entry in blocks)
-        kinds = sorted({entry.type for entry in reference.tensors.values()})
-        what = f"{len(reference.tensors)} tensors, {len(blocks)} of blocks ({stored} bytes), {' '.join(kinds)}"
-        self._print(label, what, list(found))
-
-    def _print(self, label: str, what: str, found: list[str]) -> None:
-        self.same += not found
-        self.failed += bool(found)
-        print(f"{label:12} {'DIFFERENT' if found else 'same'}: {what}", flush=True)
-        for line in found[:SHOWN]:
-            print(f"  {line}")
-        if len(found) > SHOWN:
-            print(f"  and {len(found) - SHOWN} more")
+            self._report.line(f"imatrix {path.suffix[1:]}", f"{len(measured.tensors) // 2} importance vectors", found)

@@ -44,15 +44,16 @@ MIXTURES = tuple(Kind(f"{name} mix", name, None) for name in ("Q3_K_L", "Q4_K_M"
 PLAIN_KINDS = tuple(Kind(name, name, name) for name in ("F32", "F16", "BF16"))
 """Values, which are read but not kept as blocks."""
 
-PASSED_OVER = {
-    "Q4_1": "no format keeps its blocks",
-    "Q5_1": "no format keeps its blocks",
-    "Q1_0": "no format keeps its blocks",
-    "TQ1_0": "no format keeps its blocks",
-    "TQ2_0": "no format keeps its blocks",
-    "MXFP4_MOE": "no format keeps its blocks",
-}
-"""Types that ``llama-quantize`` writes too, each with the reason why no artifact is made of them."""
+OF_EXPERTS = tuple(
+    kind for kind in (*PURE, *MIXTURES) if kind.label in ("Q2_0", "Q8_0", "Q4_K", "IQ2_XXS", "Q4_K_M mix")
+)
+"""What is made of a mixture of experts, whose matrices are read like any others."""
+
+REFUSED = (
+    *(Kind(name, name, name) for name in ("Q1_0", "Q4_1", "Q5_1", "TQ1_0", "TQ2_0")),
+    Kind("MXFP4", "MXFP4_MOE", "MXFP4"),
+)
+"""Files with types of blocks that no artifact keeps."""
 
 
 class Writer:
@@ -62,10 +63,10 @@ class Writer:
         self._llama_cpp = llama_cpp
         self._directory = directory
 
-    def export(self, model: Path, *, vision: bool = False) -> Path:
-        """An F32 export of a checkpoint: its text and MTP, or its vision tower."""
-        path = self._directory / ("mmproj.gguf" if vision else "model.gguf")
-        options = ["--outtype", "f32", "--outfile", str(path), *(["--mmproj"] if vision else []), str(model)]
+    def export(self, model: Path, kind: str = "f32", *, vision: bool = False) -> Path:
+        """An export of a checkpoint, f32 or q8_0: its text and MTP, or its vision tower."""
+        path = self._directory / f"{'mmproj' if vision else 'model'}-{kind}.gguf"
+        options = ["--outtype", kind, "--outfile", str(path), *(["--mmproj"] if vision else []), str(model)]
         _run([sys.executable, str(HERE / "converting.py"), str(self._llama_cpp.source), *options])
         return path
 
@@ -94,8 +95,8 @@ class Writer:
         return str(self._llama_cpp.tool("llama-quantize"))
 
 
-def write_importance(path: Path, matrices: Mapping[str, int]) -> Path:
-    """An importance matrix for every matrix, name → columns; one that was measured leaves out the MTP block."""
+def write_importance(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """An importance matrix for tensors of these shapes; one that was measured leaves out the MTP block."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, "imatrix")
@@ -104,9 +105,10 @@ def write_importance(path: Path, matrices: Mapping[str, int]) -> Path:
     writer.add_uint32("imatrix.chunk_count", 1)
     writer.add_uint32("imatrix.chunk_size", 1)
     random = np.random.default_rng(1)
-    for name, columns in matrices.items():
-        writer.add_tensor(f"{name}.in_sum2", random.chisquare(1, (1, columns)).astype(np.float32))
-        writer.add_tensor(f"{name}.counts", np.ones((1, 1), np.float32))
+    for name, shape in shapes.items():
+        matrices = shape[0] if len(shape) == 3 else 1
+        writer.add_tensor(f"{name}.in_sum2", random.chisquare(1, (matrices, shape[-1])).astype(np.float32))
+        writer.add_tensor(f"{name}.counts", np.ones((matrices, 1), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

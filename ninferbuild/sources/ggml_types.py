@@ -61,3 +61,29 @@ def ggml_name(type_id: int) -> str:
     """ggml's name of a type, also of one that cannot be read; the number as text where it is unknown."""
     found = GGML_TYPES.get(type_id)
     return _NAMES_ONLY.get(type_id, str(type_id)) if found is None else found.name
+
+
+OTHER_TYPES = {
+    3: "Q4_1",
+    7: "Q5_1",
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+"""Number in the file → what ggml calls it, for types that nothing here reads: messages say which they met."""
+
+
+def type_label(type_id: int) -> str:
+    """What messages call a type: ``ggml type 3 (Q4_1)``, without a name where it has none."""
+    known = GGML_TYPES.get(type_id)
+    name = OTHER_TYPES.get(type_id) if known is None else known.name
+    return f"ggml type {type_id}" if name is None else f"ggml type {type_id} ({name})"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from ninferbuild.sources.ggml_types import GGML_TYPES, GgmlType
+from ninferbuild.sources.ggml_types import GGML_TYPES, OTHER_TYPES, GgmlType, type_label
 
 MAGIC = b"GGUF"
 VERSION = 3
@@ -77,7 +77,8 @@ class TensorInfo:
         """The type's geometry. Raises ``ValueError`` for a type that nothing is known of."""
         found = GGML_TYPES.get(self.type_id)
         if found is None:
-            raise ValueError(f"{self.name}: unknown ggml type {self.type_id}; its blocks cannot be read")
+            unknown = "" if self.type_id in OTHER_TYPES else "unknown "
+            raise ValueError(f"{self.name}: {unknown}{type_label(self.type_id)}, whose blocks cannot be read")
         return found
 
     @property

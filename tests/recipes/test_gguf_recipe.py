@@ -197,7 +197,7 @@ def retyped(export: Export, name: str, kind: int) -> None:
         (
             "blk.0.ssm_alpha.weight",
             Q4_1,
-            "3 (6, 128); ggml type 3 is none that this recipe takes for a gate of the delta net",
+            "3 (6, 128); ggml type 3 (Q4_1) is none that this recipe takes for a gate of the delta net",
         ),
         ("blk.2.ssm_dt.bias", BF16, "BF16 (6,)"),
     ],
@@ -431,6 +431,19 @@ def test_parents_of_a_mixture(plan: Plan) -> None:
     assert {("query", "gate"), ("key",), ("value",)} <= set(attention)
     assert ("key", "value") in parents_of(plan(gguf_hybrid.export(moe=True)), "text/layers/3/attention/")
     assert by_name(planned)["text/layers/0/moe/router"].target.shape == (4, 128)
+
+
+def test_axes_of_one_are_no_part_of_a_shape(plan: Plan) -> None:
+    """Exporters write the scores of the shared expert as ``(1, K)``; the quantiser drops that axis."""
+    parameter, tensor = "text/layers/0/moe/router", "blk.0.ffn_gate_inp_shexp.weight"
+    export = gguf_hybrid.export(moe=True)
+    expected = payload(by_name(plan(export))[parameter])
+    name, shape, kind, raw = export.tensors[tensor]
+    export.tensors[tensor] = (name, (1, *shape), kind, raw)
+    assert payload(by_name(plan(export))[parameter]) == expected
+    export.tensors[tensor] = (name, (2, shape[0] // 2), kind, raw)
+    with refused(f"{tensor} is F32 (2, 64), expected shape (128,)"):
+        plan(export)
 
 
 def test_a_mixture_ignores_an_unselected_mtp_block(plan: Plan) -> None:

@@ -292,6 +292,13 @@ def test_types_without_a_block_format(raw):
         file.read_blocks("y")
 
 
+@pytest.mark.parametrize(("kind", "name"), [(3, "Q4_1"), (34, "TQ1_0"), (39, "MXFP4")])
+def test_a_type_that_is_not_read_is_named(tmp_path, kind, name):
+    file = GGUFFile(write_gguf(tmp_path / "a.gguf", {}, [("x", (1, 256), kind, bytes(160))]))
+    with pytest.raises(ValueError, match=rf"x: ggml type {kind} \({name}\), whose blocks cannot be read"):
+        file.tensor_bytes("x")
+
+
 def test_bytes_outside_a_tensor_and_absent_tensors(tmp_path):
     file = GGUFFile(write_gguf(tmp_path / "a.gguf", {}, [("w", (1, 32), Q8_0, noise(34))]))
     for begin, end in ((0, 35), (-1, 4), (5, 4)):
