@@ -88,7 +88,8 @@ class Checkpoint:
 def write(directory: Path, *, mixture: bool = False) -> Checkpoint:
     """Save a model, its MTP block, its tokenizer and the other files that an artifact carries.
 
-    ``transformers`` has no MTP block: those tensors join the file that it wrote.
+    Names and shapes are those of ``transformers``; the tensors are written here, because it has no MTP block, and
+    saves experts one by one where published checkpoints have them in banks.
     """
     from safetensors.torch import save_file
     import torch

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 import os
 from pathlib import Path
 import shutil
-import subprocess
 import sys
 
 from llama import checks, importance
 from llama.checkpoint import write
-from llama.package import LlamaCpp, Missing, provide
+from llama.package import LlamaCpp, Missing, ToolFailed, provide
 from llama.reference import PLAIN, Reference
 from llama.writing import MIXTURES, OF_EXPERTS, PLAIN_KINDS, PURE, REFUSED, Kind, Writer, write_importance
 
@@ -23,7 +22,7 @@ DEFAULT_WORK = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check: 0 nothing differs, 1 something does, 2 something that it needs is not there."""
+    """Run the check: 0 nothing differs, 1 something does, 2 it could not be made."""
     parser = argparse.ArgumentParser(prog="ci/real_gguf", description="Check ninferbuild on files of llama.cpp.")
     parser.add_argument("--source", type=Path, help="source package of llama-cpp-python, or its directory")
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help=f"kept between runs (default {DEFAULT_WORK})")
@@ -32,15 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     try:
-        llama_cpp = provide(work, options.source, options.jobs)
-    except Missing as error:
+        return check(provide(work, options.source, options.jobs), work / "files")
+    except (Missing, ToolFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except subprocess.CalledProcessError as error:
-        print(f"error: {' '.join(error.cmd[:3])} failed with exit code {error.returncode}", file=sys.stderr)
-        return 2
+
+
+def check(llama_cpp: LlamaCpp, files: Path) -> int:
+    """Write all files below ``files`` and look at each: 0 if nothing differs, else 1.
+
+    Raises:
+        ToolFailed: a tool of llama.cpp did.
+    """
     print(llama_cpp.version)
-    files = work / "files"
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir()
     os.environ["NINFERBUILD_CACHE"] = str(files / "cache")

@@ -37,6 +37,21 @@ class Missing(Exception):
     """Something that the check needs is not there; the message says what to do."""
 
 
+class ToolFailed(Exception):
+    """A tool ended with an error; the message is its command and what it said."""
+
+
+def run_tool(command: list[str]) -> None:
+    """Run a tool; what it says is shown if it fails.
+
+    Raises:
+        ToolFailed: it failed.
+    """
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise ToolFailed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+
+
 @dataclass(frozen=True)
 class LlamaCpp:
     """A compiled llama.cpp.
@@ -70,7 +85,7 @@ def provide(work: Path, source: Path | None, jobs: int) -> LlamaCpp:
 
     Raises:
         Missing: no compiler or CMake, no package, or one that does not hold llama.cpp.
-        subprocess.CalledProcessError: compiling failed.
+        ToolFailed: compiling failed.
     """
     unpacked = source if source is not None and source.is_dir() else _unpack(source or _download(work), work)
     llama_cpp = unpacked / "vendor/llama.cpp"
@@ -81,11 +96,8 @@ def provide(work: Path, source: Path | None, jobs: int) -> LlamaCpp:
         raise Missing("cmake is not there; install it with `pip install cmake`")
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     options = [f"-D{name}={value}" for name, value in OPTIONS.items()]
-    if not (found.build / "CMakeCache.txt").exists():
-        configure = ["cmake", "-S", str(llama_cpp), "-B", str(found.build), *generator, *options]
-        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    compile_ = ["cmake", "--build", str(found.build), "-j", str(jobs), "--target", *TARGETS]
-    subprocess.run(compile_, check=True, stdout=subprocess.DEVNULL)
+    run_tool(["cmake", "-S", str(llama_cpp), "-B", str(found.build), *generator, *options])
+    run_tool(["cmake", "--build", str(found.build), "-j", str(jobs), "--target", *TARGETS])
     return found
 
 

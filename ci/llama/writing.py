@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from llama.package import LlamaCpp
+from llama.package import LlamaCpp, run_tool
 
 HERE = Path(__file__).resolve().parent
 
@@ -67,7 +67,7 @@ class Writer:
         """An export of a checkpoint, f32 or q8_0: its text and MTP, or its vision tower."""
         path = self._directory / f"{'mmproj' if vision else 'model'}-{kind}.gguf"
         options = ["--outtype", kind, "--outfile", str(path), *(["--mmproj"] if vision else []), str(model)]
-        _run([sys.executable, str(HERE / "converting.py"), str(self._llama_cpp.source), *options])
+        run_tool([sys.executable, str(HERE / "converting.py"), str(self._llama_cpp.source), *options])
         return path
 
     def file_types(self) -> set[str]:
@@ -79,7 +79,7 @@ class Writer:
         """A copy of an F32 export with its matrices in the types of ``kind``."""
         path = self._directory / f"{kind.label.replace(' ', '-')}.gguf"
         pure = [] if kind.blocks is None else ["--pure"]
-        _run([self._quantizer, *pure, "--imatrix", str(importance), str(model), str(path), kind.file_type, "1"])
+        run_tool([self._quantizer, *pure, "--imatrix", str(importance), str(model), str(path), kind.file_type, "1"])
         return path
 
     def measure(self, model: Path, form: str) -> Path:
@@ -87,7 +87,7 @@ class Writer:
         text, path = self._directory / "text.txt", self._directory / f"measured.{form}"
         text.write_text("".join(f"line {number} of a text to measure with\n" for number in range(200)))
         command = [str(self._llama_cpp.tool("llama-imatrix")), "-m", str(model), "-f", str(text), "-o", str(path)]
-        _run([*command, "--output-format", form, "-c", "64", "-t", "1", "--chunks", "4"])
+        run_tool([*command, "--output-format", form, "-c", "64", "-t", "1", "--chunks", "4"])
         return path
 
     @property
@@ -114,14 +114,3 @@ def write_importance(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _run(command: list[str]) -> None:
-    """Run a tool; what it says is shown if it fails.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
