@@ -1,4 +1,4 @@
-"""Sizes of the two artifacts that are made of the mixture of experts, class by class; see ``ci/release-sizes``."""
+"""Sizes of the two artifacts that are made of the mixture of experts, class by class; see ``ci/release_sizes``."""
 
 from __future__ import annotations
 
