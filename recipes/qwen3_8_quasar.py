@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ninferbuild.models.resources import require_added_tokens
 from ninferbuild.recipes.formats import NVFP4, Q8
 from ninferbuild.recipes.qwen3_5 import GDN_GATES, HEAD, import_rows, require_dense
 
@@ -44,6 +45,7 @@ def qwen3_8_27b_quasar_kv(model: Model, recipe: Recipe, sources: Sources) -> Non
 
 def _quasar(model: Model, recipe: Recipe, sources: Sources, mtp: tuple[str, ...]) -> None:
     require_dense(model)
+    require_added_tokens(model.resources)
     store = sources["base"]
     in_q8 = [HEAD, *(name for name in mtp if name in model.parameters)]
     recipe.assign(in_q8, format=Q8, method="grouped_absmax")
