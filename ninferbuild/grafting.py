@@ -25,6 +25,21 @@ if TYPE_CHECKING:
 FIRST_ID = 100_000
 """Number of the first grafted object."""
 
+_STATES = ("hidden_size", "vocab_size")
+"""Of the configuration of a component: sizes of the states and the tokens that another one reads of it."""
+
+_BLOCK = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""Likewise: sizes of one block, for a component that repeats it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grafted:
@@ -62,10 +77,14 @@ def graft_of(name: str, source: object, model: Model) -> Grafted:
     """Check that the component ``name`` of an artifact suits ``model``, and add its record and resources there.
 
     Raises:
-        TypeError: ``source`` is no opened artifact.
-        ValueError: see :meth:`ninferbuild.recipe.Recipe.graft`.
+        TypeError: ``source`` is no opened file at all.
+        ValueError: it is no artifact; or see :meth:`ninferbuild.recipe.Recipe.graft`.
     """
     if not isinstance(source, ArtifactSource):
+        if path := getattr(source, "path", None):
+            raise ValueError(
+                f"component {name!r} is taken from an artifact, and {path} is none; pass --source {name}=FILE.ninfer"
+            )
         raise TypeError(f"component {name!r} is taken from an artifact, a .ninfer file, not from {source!r}")
     component = source.component(name)
     check_component(component, source, model.components, model.parameters)
@@ -94,18 +113,35 @@ def check_component(
     base = record.get("target")
     if base not in (None, name) and base not in components:
         raise ValueError(f"{source.path}: component {name!r} extends {base!r}, and there is no such component")
-    # A component reads the states and the tokens of the one that it extends.
-    theirs, ours = record.get("config", {}), components.get(base or "", {}).get("config", {})
-    for key in ("hidden_size", "vocab_size"):
-        if key in theirs and key in ours and theirs[key] != ours[key]:
-            raise ValueError(
-                f"{source.path}: component {name!r} was made for {key} {theirs[key]}, this model has {ours[key]}"
-            )
+    _check_sizes(component, source, base, components)
+    ours = components.get(base or "", {}).get("config", {})
     norm, hidden = component.elements(f"{name}/final_norm"), ours.get("hidden_size")
     if norm is not None and hidden is not None and norm != hidden:
         raise ValueError(
             f"{source.path}: component {name!r} was made for states of {norm} elements, this model has {hidden}"
         )
+
+
+def _check_sizes(
+    component: StoredComponent, source: ArtifactSource, base: str | None, components: Mapping[str, Any]
+) -> None:
+    """Refuse a component that extended another ``base`` in its artifact than the one it would extend here.
+
+    Its own configuration does not tell: that of Vision has a hidden size of its own, that of a draft none at all.
+    """
+    own = component.record.get("config", {})
+    theirs, ours = (side.get(base or "", {}).get("config", {}) for side in (source.components, components))
+    keys = [key for key in _STATES if key in theirs and key in ours]
+    if "dflash_config" in own and "num_hidden_layers" in theirs and "num_hidden_layers" in ours:
+        keys.append("num_hidden_layers")  # it names the layers whose states it reads
+    if own.keys() <= {"architectures"}:
+        keys += _BLOCK  # MTP: a block like those of the text, which says nothing of its own sizes
+    for key in keys:
+        if theirs.get(key) != ours.get(key):
+            raise ValueError(
+                f"{source.path}: component {component.name!r} was made for {key} {theirs.get(key)}, "
+                f"this model has {ours.get(key)}"
+            )
 
 
 def readers_of(component: StoredComponent) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 from ninferbuild.artifact.layouts import planes
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import TensorSpec
+from ninferbuild.artifact.writer import ArtifactWriter
 from ninferbuild.build import BuildResult, build, parameters, plan
 from ninferbuild.errors import SourceChangedError
 from ninferbuild.grafting import FIRST_ID
@@ -25,6 +26,7 @@ from ninferbuild.recipe import Recipe
 from ninferbuild.rules.graft import graft
 from ninferbuild.rules.rule import RuleCheck
 from ninferbuild.sources.artifact import ArtifactSource
+from ninferbuild.sources.safetensors import SafetensorsSource
 from ninferbuild.target import CacheSettings, Target
 from ninferbuild.target_schema import OptionError
 from ninferbuild.verify import verify
@@ -262,6 +264,43 @@ def test_refuses_a_part_that_is_missing_or_foreign(target: Target) -> None:
         build(target)
 
 
+TEXT = {"hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("component", "base", "refused"),
+    [
+        # The states of Vision are its own; those that it gives away are the text's.
+        ({"hidden_size": 32, "depth": 2}, TEXT, None),
+        ({"hidden_size": 64, "depth": 2}, {**TEXT, "hidden_size": 32}, "hidden_size 32, this model has 64"),
+        ({"hidden_size": 32, "depth": 2}, {**TEXT, "num_attention_heads": 4}, None),
+        # A draft names layers of the text and tokens, and says nothing of their number.
+        ({"dflash_config": {}, "num_attention_heads": 4}, TEXT, None),
+        ({"dflash_config": {}}, {**TEXT, "vocab_size": 16}, "vocab_size 16, this model has 128"),
+        ({"dflash_config": {}}, {**TEXT, "num_hidden_layers": 3}, "num_hidden_layers 3, this model has 2"),
+        # MTP is a block like those of the text.
+        ({"architectures": ["MTP"]}, {**TEXT, "num_hidden_layers": 3}, None),
+        ({"architectures": ["MTP"]}, {**TEXT, "num_attention_heads": 4}, "num_attention_heads 4, this model has 2"),
+        ({"architectures": ["MTP"]}, {**TEXT, "num_experts": 4}, "num_experts 4, this model has None"),
+    ],
+)
+def test_what_a_component_extends_decides_whether_it_suits(
+    component: dict[str, Any], base: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    norm = TensorSpec("weight/000000", (4,), "bf16", "contiguous_le_v1")
+    components = {"text": {"config": base}, "draft": {"config": component, "target": "text"}}
+    bindings = {"draft/norm": {"object": norm.id}}
+    with ArtifactWriter(tmp_path / "donor.ninfer", [norm], components=components, bindings=bindings) as writer:
+        writer.write_object(norm.id, bytes(8))
+    with ArtifactSource(tmp_path / "donor.ninfer") as source:
+        recipe = Recipe(Model({"text": {"config": TEXT}}))
+        if refused is None:
+            recipe.graft("draft", source)
+            return
+        with pytest.raises(ValueError, match=rf"donor\.ninfer: component 'draft' was made for {refused}"):
+            recipe.graft("draft", source)
+
+
 class TestRecipe:
     @pytest.fixture
     def source(self, tmp_path: Path) -> ArtifactSource:
@@ -271,6 +310,13 @@ class TestRecipe:
     def test_refuses_what_is_no_artifact(self) -> None:
         with pytest.raises(TypeError, match="is taken from an artifact"):
             Recipe(Model({"text": {"config": {}}})).graft("draft", object())  # type: ignore[arg-type]
+
+    def test_refuses_a_checkpoint(self, checkpoint: Path) -> None:
+        with (
+            SafetensorsSource(checkpoint) as source,
+            pytest.raises(ValueError, match=r"from an artifact, and .*base is none; pass --source draft=FILE\.ninfer"),
+        ):
+            Recipe(Model({"text": {"config": {}}})).graft("draft", source)  # type: ignore[arg-type]
 
     def test_refuses_a_component_or_a_resource_that_the_model_has(self, source: ArtifactSource) -> None:
         recipe = Recipe(Model({"text": {"config": {}}}, resources={"resource/draft/notes.txt": b"others"}))

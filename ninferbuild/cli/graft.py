@@ -55,11 +55,13 @@ def command(
     'grafts' to a target.
     """
     from ninferbuild.graft_artifact import graft_artifact
-    from ninferbuild.target_schema import Origin, read_out, read_size
+    from ninferbuild.target_schema import Origin, read_out, read_size, read_text
 
     origin = Origin(None, None)
     limit = None if max_file_bytes is None else read_size(max_file_bytes, origin / "max_file_bytes")
     read_out(str(out), origin / "out")
+    if name is not None:
+        read_text(name, origin / "name")
     with byte_bar(output) as observe:
         result = graft_artifact(
             artifact,

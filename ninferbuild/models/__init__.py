@@ -99,6 +99,16 @@ def adapter_for(base: Store) -> Adapter:
     raise ValueError(f"{base.root / 'config.json'}: unsupported architecture {name}; known: {known}{failed}")
 
 
+def _require_checkpoint(component: str, source: object) -> None:
+    from ninferbuild.sources.artifact import ArtifactSource  # few builds open one
+
+    if isinstance(source, ArtifactSource):
+        raise ValueError(
+            f"component {component} is built from a checkpoint, and {source.path} is an artifact; leave {component} "
+            "out of the components: a recipe or --graft takes it from there"
+        )
+
+
 def build(
     base: Any,
     components: Iterable[str] | None = None,
@@ -125,5 +135,6 @@ def build(
         for component, needed in adapter.COMPANIONS.items():
             if component in selected and component not in opened and (needed or component in sources):
                 opened[component] = sources[component]
+                _require_checkpoint(component, opened[component])
     with collection_paused():
         return adapter.build_model(base, components=selected, companions=opened, resource_overrides=resource_overrides)

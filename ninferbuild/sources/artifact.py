@@ -111,6 +111,11 @@ class ArtifactSource:
         """The opened artifact."""
         return self._artifact
 
+    @property
+    def components(self) -> Mapping[str, Any]:
+        """The records of its components, by name."""
+        return self._artifact.directory.components
+
     def has(self, name: str) -> bool:
         return False
 

@@ -142,6 +142,7 @@ def test_refusals(desk: Path, run: Any) -> None:
     run(*GRAFT[:-1], "base.ninfer").failed(2, "--out: base.ninfer is read while it would be written")
     run(*GRAFT[:-1], "donor.ninfer").failed(2, "--out: donor.ninfer is read while it would be written")
     run(*GRAFT, "--max-file-bytes", "5").failed(2, "--max-file-bytes")
+    run(*GRAFT, "--name", "").failed(2, "--name: must not be empty")
     run("graft", "none.ninfer", *GRAFT[2:]).failed(1, "none.ninfer")
     ran = run("graft", "base.ninfer", "--from", "donor.ninfer", "--out", "out.ninfer")
     assert (ran.code, ran.err.splitlines()[-1]) == (2, "error: Missing option '--component'.")

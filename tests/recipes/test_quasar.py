@@ -141,6 +141,19 @@ def test_gates_of_the_delta_net_are_decoded(world: Path) -> None:
     assert np.array_equal(values.numpy(), np.concatenate(expected))
 
 
+def test_refuses_a_draft_that_is_built_and_taken(world: Path) -> None:
+    with pytest.raises(ValueError, match=r"component dflash2 is built from a checkpoint, and .*donor\.ninfer is an"):
+        configure(world, "qwen3_8_27b_quasar", "text,dflash2")
+
+
+def test_refuses_a_tokenizer_configuration_without_its_added_tokens(world: Path, tmp_path: Path) -> None:
+    release = shutil.copytree(world / "release", tmp_path / "release")
+    (release / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "donor.ninfer").symlink_to(world / "donor.ninfer")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json lacks added_tokens .*--resource"):
+        configure(tmp_path, "qwen3_8_27b_quasar")
+
+
 def test_refuses_another_model_and_a_missing_draft(world: Path) -> None:
     experts = models.build(Sources(releases.write_experts(world / "experts", layers=1), {})["base"], ["text"])
     with pytest.raises(ValueError, match=r"requires Qwen3\.5 Dense"):
@@ -150,7 +163,7 @@ def test_refuses_another_model_and_a_missing_draft(world: Path) -> None:
     with pytest.raises(ValueError, match="requires source 'dflash2'; provide --source dflash2=PATH"):
         RECIPES["qwen3_8_27b_quasar"](model, Recipe(model), sources)
     wrong = Sources(world / "release", {"dflash2": world / "donor-draft"})
-    with pytest.raises(TypeError, match="'dflash2' is taken from an artifact"):
+    with pytest.raises(ValueError, match=r"'dflash2' is taken from an artifact, and .*donor-draft is none"):
         RECIPES["qwen3_8_27b_quasar"](model, Recipe(model), wrong)
 
 
