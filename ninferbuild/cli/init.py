@@ -141,6 +141,8 @@ def _settings_of_report(path: Path) -> dict[str, Any]:
         return dict(target)
     try:
         provenance = report["provenance"]
+        if provenance["recipe"] == "graft":
+            raise UsageError(f"--from: {path} is of 'ninferbuild graft', which builds no target; run it again")
         paths = {name: source["path"] for name, source in provenance["sources"].items()}
         text = report["components"].get("text", {})
         proposal = text.get("proposal")

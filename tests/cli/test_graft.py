@@ -114,6 +114,13 @@ def test_the_same_inputs_give_the_same_bytes(desk: Path, run: Any) -> None:
     assert (desk / "out.ninfer").read_bytes() == first
 
 
+def test_its_report_describes_no_target(desk: Path, run: Any) -> None:
+    write_base(desk / "base.ninfer")
+    write_donor(desk / "donor.ninfer")
+    assert run(*GRAFT).code == 0
+    run("init", "again", "--from", "out.ninfer.conversion.json").failed(2, "--from", "is of 'ninferbuild graft'")
+
+
 def test_two_components_one_after_the_other(desk: Path, run: Any) -> None:
     write_base(desk / "base.ninfer")
     write_donor(desk / "donor.ninfer")
