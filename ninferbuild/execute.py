@@ -32,7 +32,7 @@ from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, PreparedMethod
 from ninferbuild.plan import prepare_user_method
 from ninferbuild.resolve import Action, Resolver
-from ninferbuild.rules import compiled
+from ninferbuild.rules import compiled, grouped_search
 from ninferbuild.spill import SpillWriter
 from ninferbuild.user_errors import message_of
 
@@ -114,9 +114,15 @@ class Executor:
         """What will be run, so that what is worth preparing is prepared meanwhile."""
         if self.device().type != "cpu":
             return
-        quantised = (action.parent.target for action in actions if action.parent.target.format in QUANT_FORMATS)
-        if sum(prod(target.shape) for target in quantised) >= compiled.LARGE_ELEMENTS:
-            compiled.load()
+        elements = dict.fromkeys(compiled.Work, 0)
+        for action in actions:
+            parent = action.parent
+            if parent.target.format in QUANT_FORMATS:
+                work = compiled.Work.SEARCH if parent.rule is grouped_search else compiled.Work.PACK
+                elements[work] += prod(parent.target.shape)
+        for work, count in elements.items():
+            if count >= work.value:
+                compiled.load(work)
 
     def run(self, action: Action) -> None:
         """Make one payload and commit it.

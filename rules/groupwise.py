@@ -137,7 +137,7 @@ def encode_matrix(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags)
     require_floating_matrix(weight)
     geometry = row_split_geometry(format, (weight.shape[0], weight.shape[1]))
     whole = weight.dtype == torch.bfloat16 and weight.shape[1] == geometry.padded_columns
-    if whole and weight.device.type == "cpu" and compiled.ready(format):
+    if whole and weight.device.type == "cpu" and compiled.ready(compiled.Work.PACK, format):
         return _encode_compiled(weight.contiguous(), format, errors, geometry)
 
     def tiles() -> Iterator[tuple[int, int, QuantizedMatrix]]:

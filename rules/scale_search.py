@@ -9,7 +9,8 @@ Sums are trees of pairwise additions in one order: lane ``i`` and lane ``i + G/2
 Products and additions are separate steps that each round once, and quotients are formed from tensors, so that no
 compiler fuses or replaces any of them: CPU and CUDA agree to the bit, however the rows are cut.
 
-Work is done on tiles *lanes first*, ``[G, n]`` for ``n`` groups, where trees and scales run along contiguous memory.
+Torch works on tiles *lanes first*, ``[G, n]`` for ``n`` groups, where trees and scales run along contiguous memory. On
+the CPU :mod:`ninferbuild.rules.compiled_search` does the same group after group, where it is ready.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from ninferbuild.artifact.formats import QuantFormat
 from ninferbuild.artifact.layouts import K_ALIGNMENT, align_up, row_split_geometry
+from ninferbuild.rules import compiled
 from ninferbuild.rules.devices import pick_device
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.rules.groupwise import (
@@ -221,21 +223,42 @@ def search_tile(
     group, per_row = format.group_size, padded // format.group_size
     values = torch.zeros(count, padded, dtype=torch.float32, device=rows.device)
     values[:, :columns] = rows
-    lanes = values.view(-1, group).t().contiguous()
-    maxima = lanes.abs().amax(dim=0)
+    maxima = values.view(count, per_row, group).abs().amax(dim=-1)
     canonical, _ = group_scales(maxima, format.qmax, errors)
-    zero = maxima == 0
-    scales = canonical.masked_fill(zero, 1.0)  # any usable one: all candidates of such a group give the same codes
     weights = None
     if importance is not None:
         weights = torch.zeros(padded, dtype=torch.float64, device=rows.device)
         weights[:columns] = importance
-        weights = weights.view(per_row, group).t().repeat(1, count)
+    if rows.device.type == "cpu" and compiled.ready(compiled.Work.SEARCH, format):
+        return QuantizedMatrix(*compiled.search(values, maxima, canonical, weights, format, negative=negative_scales))
+    return search_by_torch(values, maxima, canonical, weights, format, negative=negative_scales)
+
+
+def search_by_torch(
+    values: torch.Tensor,
+    maxima: torch.Tensor,
+    canonical: torch.Tensor,
+    importance: torch.Tensor | None,
+    format: QuantFormat,
+    *,
+    negative: bool,
+) -> QuantizedMatrix:
+    """What :func:`search_tile` finds, on any device; the arguments are those of ``compiled.search``."""
+    count, per_row = maxima.shape
+    lanes = values.view(-1, format.group_size).t().contiguous()
+    maxima, canonical = maxima.view(-1), canonical.view(-1)
+    zero = maxima == 0
+    scales = canonical.masked_fill(zero, 1.0)  # any usable one: all candidates of such a group give the same codes
+    weights = None
+    if importance is not None:
+        weights = importance.view(per_row, format.group_size).t().repeat(1, count)
     tile = _Tile(lanes, weights, maxima, format)
-    scales = _best(tile, _candidates(tile, scales), negative=negative_scales)
-    scales = _best(tile, _refined(tile, scales), negative=negative_scales)
+    scales = _best(tile, _candidates(tile, scales), negative=negative)
+    scales = _best(tile, _refined(tile, scales), negative=negative)
     codes = _codes(lanes, scales, format).to(torch.int8).t().contiguous()
-    return QuantizedMatrix(codes.view(count, per_row, group), scales.masked_fill_(zero, 0.0).view(count, per_row))
+    return QuantizedMatrix(
+        codes.view(count, per_row, format.group_size), scales.masked_fill_(zero, 0.0).view(count, per_row)
+    )
 
 
 def _tiles(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 import importlib.metadata
 import importlib.util
 from pathlib import Path
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
@@ -16,9 +18,13 @@ import torch
 
 from ninferbuild.artifact.formats import QUANT_FORMATS, QuantFormat
 from ninferbuild.digest import block_digest
-from ninferbuild.rules import compiled
+from ninferbuild.execute import Executor
+from ninferbuild.rules import compiled, grouped_absmax, grouped_search
+from ninferbuild.rules.compiled import Work
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.rules.groupwise import encode_matrix
+from ninferbuild.rules.rule import Rule
+from ninferbuild.rules.scale_search import search_tile
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
 FORMATS = [format for format in QUANT_FORMATS.values() if format.bits > 2]
@@ -26,26 +32,37 @@ FORMATS = [format for format in QUANT_FORMATS.values() if format.bits > 2]
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> Iterator[None]:
-    compiled._load()
+    assert compiled.load_now(Work.PACK)
+    assert compiled.load_now(Work.SEARCH)
     yield
     compiled._ready.clear()
 
 
+@contextmanager
+def by_torch() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_ready", set())
+        yield
+
+
 def encoded(weight: torch.Tensor, format: QuantFormat, *, fast: bool) -> list[bytes]:
-    ready = set(compiled._ready)
-    if not fast:
-        compiled._ready.clear()
-    try:
+    with nullcontext() if fast else by_torch():
         errors = ErrorFlags(torch.device("cpu"))
         planes = encode_matrix(weight, format, errors)
         errors.raise_if_any()
-    finally:
-        compiled._ready.update(ready)
     return [plane.numpy().tobytes() for plane in planes]
 
 
+def searched(
+    rows: torch.Tensor, format: QuantFormat, importance: torch.Tensor | None, *, negative: bool, fast: bool
+) -> tuple[bytes, bytes]:
+    with nullcontext() if fast else by_torch():
+        found = search_tile(rows, format, importance, ErrorFlags(rows.device), negative_scales=negative)
+    return found.codes.numpy().tobytes(), found.scales.numpy().tobytes()
+
+
 def test_all_formats_are_served() -> None:
-    assert all(compiled.ready(format) for format in FORMATS)
+    assert all(compiled.ready(work, format) for work in Work for format in FORMATS)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -81,57 +98,154 @@ def test_the_same_numbers_are_refused(format: QuantFormat, value: float) -> None
         encoded(weight, format, fast=True)
 
 
-def test_other_loops_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(words: Any, reciprocals: Any, base: Any, high: Any) -> None:
-        right(words, reciprocals, base, high)
-        base[-1] ^= 1
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1), negative=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_same_scales_as_torch(format: QuantFormat, data: st.DataObject, seed: int, negative: bool) -> None:
+    """Rows of any width and type, of all magnitudes at once, with ties, zeros and importance of all kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 400))
+    weight = torch.randn(rows, columns, generator=generator)
+    match data.draw(st.sampled_from(["normal", "heavy", "few values", "half steps", "sparse", "constant"])):
+        case "heavy":
+            weight.pow_(5)
+        case "few values":
+            weight.sign_().mul_(torch.randint(0, 3, weight.shape, generator=generator))
+        case "half steps":
+            weight.mul_(2 * format.qmax / 3).round_().div_(2)
+        case "sparse":
+            weight.mul_(torch.rand(weight.shape, generator=generator) < 0.03)
+        case "constant":
+            weight.fill_(weight[0, 0])
+    low = data.draw(st.integers(-45, 15))
+    exponents = torch.randint(low, low + data.draw(st.integers(1, 20)), (rows, 1), generator=generator)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    limit = min(60000.0 * format.qmax, torch.finfo(dtype).max)
+    weight = torch.ldexp(weight, exponents).clamp_(-limit, limit).to(dtype)
+    importance = torch.rand(columns, generator=generator, dtype=torch.float64)
+    match data.draw(st.sampled_from(["equal", "uniform", "skewed", "mostly zero", "zero", "least", "most"])):
+        case "skewed":
+            importance = 10 ** (60 * importance - 40)
+        case "mostly zero":
+            importance *= importance > 0.95
+        case "zero":
+            importance.zero_()
+        case "least":
+            importance *= 10.0 ** data.draw(st.integers(-320, -280))
+        case "most":
+            importance *= 10.0 ** data.draw(st.integers(280, 307))
+        case "equal":
+            importance = None
+    fast, slow = (searched(weight, format, importance, negative=negative, fast=fast) for fast in (True, False))
+    assert fast == slow
 
-    loops = dict(compiled._loops())
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_words_are_rounded_as_torch_does(format: QuantFormat) -> None:
+    """Alone in its group, a value makes every multiple a scale of its own: each magnitude, on ties and beside them."""
+    words = torch.arange(1, 0x7BFF, 149, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    ties = torch.stack([words * format.qmax * (1 + 2.0**-12 * (1 + nudge)) for nudge in (0, 2.0**-10, -(2.0**-10))])
+    weight = torch.zeros(ties.numel(), 128)
+    weight[:, 5], weight[:, 6] = ties.flatten(), ties.flatten() / 3
+    for signed in (weight, -weight):
+        fast, slow = (searched(signed, format, None, negative=True, fast=fast) for fast in (True, False))
+        assert fast == slow
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e9])
+def test_the_search_refuses_the_same_numbers(value: float) -> None:
+    weight = torch.ones(3, 200)
+    weight[2, 150] = value
+    for fast in (True, False):
+        with pytest.raises(ValueError, match=r"NaN or infinity|too large"):
+            searched(weight, FORMATS[0], None, negative=False, fast=fast)
+
+
+@pytest.mark.parametrize(("work", "changed"), [(Work.PACK, 2), (Work.SEARCH, 7), (Work.SEARCH, 8)])
+def test_other_loops_are_not_used(monkeypatch: pytest.MonkeyPatch, work: Work, changed: int) -> None:
+    """One bit of one result is another one: of the base plane; of the codes; of the scales."""
+
+    def wrong(*arguments: Any) -> None:
+        right(*arguments)
+        arguments[changed][-1] ^= 1
+
+    loops = dict(compiled._loops(work))
     right, loops[4] = loops[4], wrong
-    monkeypatch.setattr(compiled, "_loops", lambda: loops)
+    monkeypatch.setitem(compiled._imported, work, loops)
     monkeypatch.setattr(compiled, "_ready", set())
-    compiled._load()
-    assert compiled._ready == {5, 6, 8}
+    assert not compiled.load_now(work)
+    assert compiled._ready == {(work, 5), (work, 6), (work, 8)}
 
 
-def test_a_compiler_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loops() -> None:
+@pytest.mark.parametrize("work", Work)
+def test_a_compiler_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, work: Work) -> None:
+    def loops(work: Work) -> None:
         raise ImportError("Numba needs NumPy 1.0 or less")
 
     monkeypatch.setattr(compiled, "_loops", loops)
     monkeypatch.setattr(compiled, "_ready", set())
-    compiled._load()
+    compiled._load(work)
     assert not compiled._ready
 
 
-def test_loaded_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("work", Work)
+def test_loaded_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch, work: Work) -> None:
     running = threading.Event()
     calls = []
 
-    def load() -> None:
-        calls.append(threading.current_thread())
+    def load(loaded: Work) -> None:
+        calls.append((loaded, threading.current_thread()))
         running.set()
 
     monkeypatch.setattr(compiled, "_load", load)
-    monkeypatch.setattr(compiled, "_started", False)
-    compiled.load()
-    compiled.load()
+    monkeypatch.setattr(compiled, "_started", set())
+    compiled.load(work)
+    compiled.load(work)
     assert running.wait(30)
-    assert calls != [threading.current_thread()]
-    assert len(calls) == 1
+    ((loaded, thread),) = calls
+    assert loaded is work
+    assert thread is not threading.current_thread()
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "expected"),
+    [
+        (grouped_search, (2048, 2048), [Work.SEARCH]),
+        (grouped_search, (2047, 2048), []),
+        (grouped_absmax, (2048, 2048), []),
+        (grouped_absmax, (1 << 17, 1 << 10), [Work.PACK]),
+    ],
+)
+def test_large_builds_load_what_they_use(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, shape: tuple[int, int], expected: list[Work]
+) -> None:
+    calls: list[Work] = []
+    monkeypatch.setattr(compiled, "load", calls.append)
+    target = SimpleNamespace(format="q4_g64_fp16", shape=shape)
+    action = SimpleNamespace(parent=SimpleNamespace(rule=rule, target=target))
+    for kind, found in (("cpu", expected), ("cuda", [])):
+        calls.clear()
+        executor: Any = SimpleNamespace(device=lambda kind=kind: SimpleNamespace(type=kind))
+        actions: Any = [action]
+        Executor.expect(executor, actions)
+        assert calls == found
 
 
 def test_without_numba_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_started", False)
+    monkeypatch.setattr(compiled, "_started", set())
     monkeypatch.setattr(compiled, "find_spec", lambda name: None)
-    compiled.load()
+    for work in Work:
+        compiled.load(work)
+        assert not compiled.load_now(work)
     assert not compiled._started
 
 
 def test_machine_code_is_kept_by_the_text_it_was_made_from() -> None:
-    from ninferbuild.rules import compiled_loops
-
-    text = Path(compiled.__file__).with_name("compiled_loops.py").read_bytes()
+    folder = Path(compiled.__file__).parent
+    text = b"".join(
+        (folder / name).read_bytes() for name in ("compiled_loops.py", "compiled_search.py", "scale_bounds.py")
+    )
     version = block_digest(text + importlib.metadata.version("numba").encode()).hex()
-    for loop in compiled_loops.PACK.values():
-        assert f"/ninferbuild/compiled/{version}/" in str(loop._cache.cache_path)
+    for work in Work:
+        for loop in compiled._loops(work).values():
+            assert f"/ninferbuild/compiled/{version}/" in str(loop._cache.cache_path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import hashlib
+from importlib.util import find_spec
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from ninferbuild.artifact.formats import QUANT_FORMATS
-from ninferbuild.rules import grouped_search, scale_search
+from ninferbuild.rules import compiled, grouped_search, scale_search
 from ninferbuild.rules.groupwise import QuantizedMatrix, quantize_matrix
 from ninferbuild.rules.scale_bounds import can_win
 from ninferbuild.rules.scale_search import search_quantize_matrix
@@ -24,6 +25,20 @@ Q4, Q5, Q6, Q8 = "q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16"
 FORMATS = (Q4, Q5, Q6, Q8)
 
 Array = NDArray[Any]
+
+
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    params=["torch", pytest.param("compiled", marks=pytest.mark.skipif(not find_spec("numba"), reason="needs numba"))],
+)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How the CPU searches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_ready", set())
+        if request.param == "compiled":
+            assert compiled.load_now(compiled.Work.SEARCH)
+        yield request.param
 
 
 # The search again, one group after the other, in numpy and without tricks
@@ -308,6 +323,7 @@ def test_all_devices_and_the_exhaustive_search_agree(monkeypatch, device, format
     weight = torch.randn(40, 640, generator=generator) * torch.logspace(-9, 3, 40)[:, None]
     weights = torch.rand(640, generator=generator).double() ** 6
     found = search_quantize_matrix(weight, format, importance=weights, negative_scales=negative, device=device)
+    monkeypatch.setattr(compiled, "_ready", set())
     monkeypatch.setattr(scale_search, "can_win", lambda *arguments: arguments[4].clone())
     exhaustive = search_quantize_matrix(weight, format, importance=weights, negative_scales=negative, device="cpu")
     assert digest(found) == digest(exhaustive)
