@@ -147,6 +147,8 @@ def read_header(file: HeaderFile, path: str) -> Header:
     if cursor.take(4, "the magic") != MAGIC:
         raise ValueError(f"{path}: not a GGUF file: it does not begin with {MAGIC.decode()!r}")
     version = cursor.scalar("I")
+    if version == VERSION << 24:
+        raise ValueError(f"{path}: a big-endian GGUF file; only little-endian ones are read")
     if version != VERSION:
         raise ValueError(f"{path}: unsupported GGUF version {version}; only version {VERSION} is read")
     tensor_count, kv_count = cursor.scalar("Q"), cursor.scalar("Q")
