@@ -74,7 +74,7 @@ class TextGeometry:
         text = config.get("text_config", config) if isinstance(config, dict) else None
         if not isinstance(text, dict):
             raise ValueError(f"{path}: not the configuration of a model: it is no JSON object")
-        kinds = _member(path, text, "layer_types")
+        kinds = _layer_types(path, text)
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
             raise ValueError(f"{path}: layer_types must be a list with one string for each layer")
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
@@ -108,6 +108,19 @@ class TextGeometry:
             )
         shared = self.value_heads // self.key_heads
         return vector.reshape(shared, self.key_heads, self.value_dim).swapaxes(0, 1).reshape(-1)
+
+
+def _layer_types(path: Path, text: Mapping[str, Any]) -> Any:
+    """``layer_types``; a configuration without it gives the number of layers instead, as a build reads it."""
+    if "num_hidden_layers" not in text or text.get("layer_types") is not None:
+        return _member(path, text, "layer_types")
+    from ninferbuild.models.fields import positive
+    from ninferbuild.models.qwen3_5.config import text_layer_types
+
+    try:
+        return text_layer_types(text, positive(text["num_hidden_layers"], "num_hidden_layers"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _member(path: Path, text: Mapping[str, Any], name: str) -> Any:

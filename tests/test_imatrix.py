@@ -278,6 +278,10 @@ def test_files_of_the_older_form_that_do_not_suit(desk: Desk, data: bytes, messa
     [
         *(({k: v for k, v in CONFIG.items() if k != name}, f"{name} is missing") for name in CONFIG),
         ({**CONFIG, "layer_types": "full_attention"}, "layer_types must be a list"),
+        (
+            {**CONFIG, "layer_types": None, "num_hidden_layers": 2, "full_attention_interval": 0},
+            "text.full_attention_interval: expected a positive integer",
+        ),
         ({**CONFIG, "linear_num_key_heads": 0}, "linear_num_key_heads must be a positive integer"),
         ({**CONFIG, "linear_num_key_heads": 3}, "4 value heads are not shared evenly by 3 key heads"),
         ({"text_config": 1}, "no JSON object"),
@@ -289,6 +293,33 @@ def test_configurations_that_do_not_suit(desk: Desk, config: Any, message: str) 
     line = desk.refused("--gguf", desk.gguf(every()))
     assert line.startswith(f"error: {desk.config}: ")
     assert message in line
+
+
+def test_without_kinds_of_layers_their_interval_tells(desk: Desk) -> None:
+    """As a build takes the same configuration."""
+    short = {name: value for name, value in CONFIG.items() if name != "layer_types"}
+    desk.configure({**short, "num_hidden_layers": 2, "full_attention_interval": 2})
+    vectors, _ = desk.imported("--gguf", desk.gguf(every()))
+    assert {name: vector.tolist() for name, vector in vectors.items()} == EXPECTED
+
+
+@pytest.mark.parametrize("option", ["--gguf", "--config"])
+def test_the_output_replaces_no_input(desk: Desk, option: str) -> None:
+    matrix = desk.gguf(every())
+    path = matrix if option == "--gguf" else desk.config
+    before = path.read_bytes()
+    desk.out.symlink_to(path)
+    ran = desk.run("--gguf", matrix)
+    assert ran.code == 2
+    assert ran.err == f"error: --out: {desk.out} is the file that {option} gives; name another one\n"
+    assert path.read_bytes() == before
+
+
+def test_the_output_is_no_directory(desk: Desk) -> None:
+    desk.out.mkdir()
+    ran = desk.run("--gguf", desk.gguf(every()))
+    assert ran.code == 2
+    assert ran.err == f"error: --out: {desk.out} is a directory; name a file\n"
 
 
 def test_missing_files(desk: Desk) -> None:

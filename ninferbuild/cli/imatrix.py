@@ -35,6 +35,11 @@ def command(output: Output, gguf: str | None, dat: str | None, config: str, out:
     if len(given) != 1:
         raise UsageError("give the importance matrix with --gguf PATH or with --dat PATH")
     ((form, source),) = given
+    if Path(out).is_dir():
+        raise UsageError(f"--out: {out} is a directory; name a file")
+    for option, path in ((f"--{form}", source), ("--config", Path(config))):
+        if Path(out).exists() and path.exists() and path.samefile(out):
+            raise UsageError(f"--out: {out} is the file that {option} gives; name another one")
     with FORMS[form](source) as matrix:
         count = import_matrix(source, matrix.mean_squares, Path(config), Path(out))
     if output.as_json:

@@ -93,7 +93,7 @@ def text_config(source: Config, *, mtp: bool) -> dict[str, Any]:
         ),
         "rms_norm_eps": binary32(raw.get("rms_norm_eps", RMS_NORM_EPS), "text.rms_norm_eps"),
     }
-    result["layer_types"] = layer_types = _text_layer_types(raw, result["num_hidden_layers"])
+    result["layer_types"] = layer_types = text_layer_types(raw, result["num_hidden_layers"])
     if mtp or "full_attention" in layer_types:
         result |= _full_attention(raw)
     if "linear_attention" in layer_types:
@@ -112,7 +112,12 @@ def text_config(source: Config, *, mtp: bool) -> dict[str, Any]:
     return result
 
 
-def _text_layer_types(raw: Config, layers: int) -> list[str]:
+def text_layer_types(raw: Config, layers: int) -> list[str]:
+    """The kind of each layer of a text model; without ``layer_types``, of one with full attention at an interval.
+
+    Raises:
+        ValueError: the kinds or the interval are none.
+    """
     types = raw.get("layer_types")
     if types is None:
         interval = positive(raw.get("full_attention_interval", 4), "text.full_attention_interval")
