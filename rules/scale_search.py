@@ -36,6 +36,7 @@ from ninferbuild.rules.groupwise import (
     require_floating_matrix,
 )
 from ninferbuild.rules.scale_bounds import can_win
+from ninferbuild.rules.tiles import CPU_TILE_ELEMENTS
 
 __all__ = ["encode_matrix", "search_quantize_matrix", "search_tile"]
 
@@ -49,7 +50,7 @@ LARGEST_WORD = 0x7BFF
 """The largest finite binary16 number."""
 
 CPU_TILE_GROUPS = 1 << 11
-"""Groups that the CPU takes through all candidates at a time; their working set stays in its cache."""
+"""Groups that torch on the CPU takes through all candidates at a time; their working set stays in its cache."""
 
 CUDA_TILE_ELEMENTS = 1 << 20
 """Elements that CUDA takes at a time: every step works on them for several candidates at once."""
@@ -270,7 +271,10 @@ def _tiles(
 ) -> Iterator[tuple[int, int, QuantizedMatrix]]:
     """Ranges of rows, each with its result."""
     padded = align_up(weight.shape[1], K_ALIGNMENT)
-    elements = CPU_TILE_GROUPS * format.group_size if weight.device.type == "cpu" else CUDA_TILE_ELEMENTS
+    elements = CUDA_TILE_ELEMENTS
+    if weight.device.type == "cpu":
+        fast = compiled.ready(compiled.Work.SEARCH, format)
+        elements = CPU_TILE_ELEMENTS if fast else CPU_TILE_GROUPS * format.group_size
     step = max(1, elements // padded)
     for begin in range(0, weight.shape[0], step):
         end = min(begin + step, weight.shape[0])

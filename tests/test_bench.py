@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 import json
 from pathlib import Path
 import signal
@@ -46,9 +47,11 @@ def test_a_run_prints_every_scenario_and_leaves_nothing(tiny):
     starts = [line.split(maxsplit=1)[0] for line in text.splitlines() if line]
     assert [name for name in starts if name in SCENARIOS] == list(SCENARIOS)
     assert list(found["scenarios"]) == list(SCENARIOS)
-    assert [item["format"] for item in found["searches"]] == list(arithmetic.GROUPED)
+    ways = ["torch", "compiled"] if find_spec("numba") else ["torch"]
+    expected = [(way, format) for way in ways for format in arithmetic.GROUPED]
+    assert [(item["way"], item["format"]) for item in found["searches"]] == expected
     for item in found["searches"]:
-        assert f"search {item['format']}: " in text
+        assert f"search {item['format']} ({item['way']}): " in text
         assert item["ratio"] == item["rate"] / item["plain"]
         assert item["floor_fraction"] == item["rate"] / item["floor"]
     assert [path.name for path in parent.iterdir()] == ["bench.json"]

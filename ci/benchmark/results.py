@@ -181,8 +181,9 @@ class Results:
                 times = rows[name].seconds / copy.seconds
                 lines.append(f"{name}: the whole command takes {times:.2f} × a plain copy of the artifact")
         lines += [
-            f"search {item['format']}: {item['rate'] / 1e6:.2f} million weights/s, {item['ratio']:.2f} × the plain "
-            f"search, {item['floor_fraction']:.0%} of the floor of {item['floor'] / 1e6:.1f}"
+            f"search {item['format']} ({item['way']}): {item['rate'] / 1e6:.2f} million weights/s, "
+            f"{item['ratio']:.2f} × the plain search, {item['floor_fraction']:.0%} of the floor of "
+            f"{item['floor'] / 1e6:.1f}"
             for item in self.searches
         ]
         lines += [f"{item.name}: torch was imported" for item in rows.values() if item.torch and _torch_free(item.name)]

@@ -27,15 +27,17 @@ TILE = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What one format reached, in weights a second.
+    """What one format reached, in weights a second; on the CPU of its CPU seconds.
 
     Attributes:
+        way: ``torch``, or ``compiled`` for the loops of numba.
         rate: of the package.
         plain: of the plain search; it made the same bytes.
         floor: of the floor.
     """
 
     format: str
+    way: str
     rate: float
     plain: float
     floor: float
@@ -53,13 +55,15 @@ class Search:
 
 
 def measure(device: str, repeat: int, scale: int) -> list[Search]:
-    """Search one matrix in every format, with importance and negative scales; on the CPU with one core.
+    """Search one matrix in every format, with importance and negative scales; on the CPU with one core, by torch and
+    then, where numba is installed, by the compiled loops.
 
     Raises:
         ValueError: the package and the plain search made different bytes.
     """
     from ninferbuild import platform_io
     from ninferbuild.job import LARGEST_BUFFER
+    from ninferbuild.rules import compiled
     from ninferbuild.rules.error_flags import ErrorFlags
     from ninferbuild.rules.groupwise import grouped_format
     from ninferbuild.rules.scale_search import encode_matrix
@@ -74,20 +78,23 @@ def measure(device: str, repeat: int, scale: int) -> list[Search]:
     importance = torch.rand(columns, generator=torch.Generator().manual_seed(3)).double().pow(8).to(where)
     floor = _floor(where)
     found = []
-    for format in arithmetic.GROUPED:
-        record, errors = grouped_format(format), ErrorFlags(where)
+    for way in ("torch", "compiled"):
+        if way == "compiled" and (where.type != "cpu" or not compiled.load_now(compiled.Work.SEARCH)):
+            break
+        for format in arithmetic.GROUPED:
+            record, errors = grouped_format(format), ErrorFlags(where)
 
-        def ours(record: Any = record, errors: Any = errors) -> arithmetic.Planes:
-            return encode_matrix(weight, record, importance, errors, negative_scales=True)
+            def ours(record: Any = record, errors: Any = errors) -> arithmetic.Planes:
+                return encode_matrix(weight, record, importance, errors, negative_scales=True)
 
-        def plain(format: str = format) -> arithmetic.Planes:
-            return arithmetic.grouped_search(weight, format, importance)
+            def plain(format: str = format) -> arithmetic.Planes:
+                return arithmetic.grouped_search(weight, format, importance)
 
-        if not all(map(torch.equal, plain(), (plane.cpu() for plane in ours()))):
-            raise ValueError(f"the search and the plain search made different bytes of {format}")
-        errors.raise_if_any()
-        seconds, plain_seconds = (_best(function, where, repeat) for function in (ours, plain))
-        found.append(Search(format, weight.numel() / seconds, weight.numel() / plain_seconds, floor))
+            if not all(map(torch.equal, plain(), (plane.cpu() for plane in ours()))):
+                raise ValueError(f"the search and the plain search made different bytes of {format}")
+            errors.raise_if_any()
+            seconds, plain_seconds = (_best(function, where, repeat) for function in (ours, plain))
+            found.append(Search(format, way, weight.numel() / seconds, weight.numel() / plain_seconds, floor))
     return found
 
 
@@ -103,14 +110,15 @@ def _floor(device: torch.device) -> float:
 
 
 def _best(function: Callable[[], Any], device: torch.device, repeat: int) -> float:
-    """Seconds of the fastest of ``repeat`` calls."""
+    """Seconds of the fastest of ``repeat`` calls: on the CPU of CPU time, which other work there takes no part of."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     found = []
     for _ in range(repeat):
         _wait(device)
-        began = time.perf_counter()
+        began = clock()
         function()
         _wait(device)
-        found.append(time.perf_counter() - began)
+        found.append(clock() - began)
     return min(found)
 
 
