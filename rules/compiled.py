@@ -63,7 +63,7 @@ def load_now(work: Work) -> bool:
     if find_spec("numba") is None:
         return False
     _load(work)
-    return all(ready(work, format) for format in QUANT_FORMATS.values() if format.bits in _loops(work))
+    return all(ready(work, format) for format in QUANT_FORMATS.values() if format.bits > 2)  # ternary codes have none
 
 
 def ready(work: Work, format: QuantFormat) -> bool:

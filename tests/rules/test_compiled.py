@@ -184,7 +184,7 @@ def test_a_compiler_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, work
 
     monkeypatch.setattr(compiled, "_loops", loops)
     monkeypatch.setattr(compiled, "_ready", set())
-    compiled._load(work)
+    assert not compiled.load_now(work)
     assert not compiled._ready
 
 
