@@ -255,7 +255,9 @@ class Job:
         raise ActionsFailedError(errors) from errors[0]
 
     def _new_executor(self, writer: Writer) -> Executor:
-        from ninferbuild.execute import Executor
+        # An interrupt while torch loads would be lost: its extensions import numpy, and drop what that raises.
+        with platform_io.interrupts_held():
+            from ninferbuild.execute import Executor
 
         self.progress.note(f"encoding on {self.session.device}")
         platform_io.keep_freed_memory(LARGEST_BUFFER)

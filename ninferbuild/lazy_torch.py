@@ -22,6 +22,8 @@ import threading
 from types import ModuleType
 from typing import Any
 
+from ninferbuild.platform_io import interrupts_held
+
 _NAME = "torch"
 
 _IMPORT_ATTRIBUTES = frozenset({"__class__", "__file__", "__loader__", "__name__", "__package__", "__spec__"})
@@ -157,7 +159,8 @@ def _load() -> None:
                     del sys.modules[_NAME]
                 if _finder not in sys.meta_path and _state.module is not None:
                     sys.meta_path.insert(0, _finder)
-            importlib.import_module(_NAME)
+            with interrupts_held():  # torch's extensions import numpy, and drop what that raises
+                importlib.import_module(_NAME)
     finally:
         _this_thread.earnest = before
 
