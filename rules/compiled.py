@@ -33,7 +33,7 @@ class Work(Enum):
     """
 
     PACK = 1 << 27
-    SEARCH = 1 << 22
+    SEARCH = 1 << 26
 
 
 _ready: set[tuple[Work, int]] = set()

@@ -210,9 +210,9 @@ def test_loaded_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch, work
 @pytest.mark.parametrize(
     ("rule", "shape", "expected"),
     [
-        (grouped_search, (2048, 2048), [Work.SEARCH]),
-        (grouped_search, (2047, 2048), []),
-        (grouped_absmax, (2048, 2048), []),
+        (grouped_search, (8192, 8192), [Work.SEARCH]),
+        (grouped_search, (8191, 8192), []),
+        (grouped_absmax, (8192, 8192), []),
         (grouped_absmax, (1 << 17, 1 << 10), [Work.PACK]),
     ],
 )
