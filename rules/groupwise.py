@@ -167,19 +167,15 @@ def packed_planes(
 def _encode_compiled(
     weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags, geometry: RowSplitGeometry
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`encode_matrix` with the compiled loops: whole rows of bfloat16 on the CPU."""
-    rows = geometry.rows
+    """:func:`encode_matrix` with the compiled loops: whole rows of bfloat16 on the CPU.
+
+    The loops look at a group once, so that tiles would save no traffic and only make threads wait for the interpreter.
+    """
     planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8) for plane in geometry.planes)
-    words: torch.Tensor | None = None
-    for begin, end in row_tiles(weight, weight.shape[1]):
-        tile = weight[begin:end]
-        groups = tile.view(end - begin, -1, format.group_size)
-        if words is None:
-            words = torch.empty(groups.shape, dtype=torch.int16)
-        scales, reciprocals = group_scales(bfloat16_maxima(groups, words[: end - begin]), format.qmax, errors)
-        parts = tuple(plane[begin * (len(plane) // rows) : end * (len(plane) // rows)] for plane in planes)
-        compiled.pack(tile, reciprocals, format, parts[:-1])
-        parts[-1].copy_(scales.view(torch.uint8).view(-1))
+    groups = weight.view(geometry.rows, -1, format.group_size)
+    scales, reciprocals = group_scales(bfloat16_maxima(groups), format.qmax, errors)
+    compiled.pack(weight, reciprocals, format, planes[:-1])
+    planes[-1].copy_(scales.view(torch.uint8).view(-1))
     return planes
 
 
