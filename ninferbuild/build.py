@@ -129,7 +129,7 @@ def _build(
             session.resolver.look_up(session.actions, hash_sources=True, cancel=cancel)
         if lease is not None:
             lease.add([action.record.key for action in session.actions if action.record is not None])
-        for notice in cache.notices:
+        for notice in (*cache.notices, *session.notes()):
             shown.note(notice)
         for kind, path in session.memo.distrusted.items():
             shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")

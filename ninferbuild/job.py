@@ -312,6 +312,7 @@ class Job:
     def link(self, overwrite: bool) -> BuildResult:
         """Link, unless the output is up to date."""
         target = self.target
+        self.session.require_unchanged()
         with collection_paused():
             contents, records = self._contents or self.session.contents(), self.records()
             digests = linker.payload_digests(contents, records)

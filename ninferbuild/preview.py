@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import networkx
 
     from ninferbuild.artifact.schema import Directory
+    from ninferbuild.importance_use import ImportanceUse
     from ninferbuild.plan import Parent, PlannedRecipe
     from ninferbuild.recipe import Recipe
     from ninferbuild.target import Target
@@ -60,6 +61,8 @@ class BuildPlan:
         formats: format → (objects, payload bytes), weights and auxiliaries.
         file_sizes: (path, bytes) of each file, entry first.
         explanations: why actions would run; None unless that was asked for.
+        importance: the files of importance vectors, and how many of the parameters that look there have one.
+        notes: what a user would want to know of the target, a line each.
     """
 
     target: Target
@@ -69,6 +72,8 @@ class BuildPlan:
     file_sizes: tuple[tuple[Path, int], ...]
     formats: Mapping[str, tuple[int, int]]
     explanations: tuple[Explanation, ...] | None = None
+    importance: tuple[ImportanceUse, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def file_bytes(self) -> int:
@@ -77,7 +82,13 @@ class BuildPlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""
         explained = self.explanations
-        more = {} if explained is None else {"explain": [explanation.to_json() for explanation in explained]}
+        more: dict[str, Any] = (
+            {} if explained is None else {"explain": [explanation.to_json() for explanation in explained]}
+        )
+        if self.importance:
+            more["importance"] = [use.to_json() for use in self.importance]
+        if self.notes:
+            more["notes"] = list(self.notes)
         return {
             "target": self.target.name,
             "out": str(self.target.out),
@@ -151,6 +162,8 @@ def plan(
             tuple(zip(layout.paths(target.out), layout.lengths(), strict=True)),
             formats,
             explanations,
+            session.importance,
+            tuple(session.notes()),
         )
 
 

@@ -15,6 +15,7 @@ from ninferbuild.configure import Configured, configured
 from ninferbuild.device import Device
 from ninferbuild.digest import combine
 from ninferbuild.errors import ActionsFailedError, CacheError, PayloadLostError
+from ninferbuild.importance_use import ImportanceUse, importance_uses, unmatched
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryValue
 from ninferbuild.models.bulk import collection_paused
@@ -88,7 +89,20 @@ class Session:
     resolver: Resolver
     memo: Memo
     device: Device
+    importance: tuple[ImportanceUse, ...] = ()
     auxiliaries: dict[int, Mapping[AuxiliaryKey, AuxiliaryValue]] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """What a user would want to know of the target, a line each: choices that have no effect."""
+        return [*unmatched(self.importance)]
+
+    def require_unchanged(self) -> None:
+        """Raises ``SourceChangedError`` when a file that planning took values from is not what it was.
+
+        Actions look themselves at what they read; what is taken from the cache reads nothing.
+        """
+        for use in self.importance:
+            use.file.require_unchanged()
 
     def action_of(self) -> list[Action]:
         """The action of each parent, in parent order."""
@@ -180,7 +194,8 @@ def open_session(
         with collection_paused():
             ready = stack.enter_context(configured(target))
             planned = plan_parents(ready.recipe, rows_per_chunk=target.rows_per_chunk)
+            importance = importance_uses(planned.parents)
             memo = Memo(cache, trust_stat=target.cache.trust_stat, rehash=rehash)
             resolver = Resolver(cache, memo, device=chosen, writer=writer, rerun=rerun, peek=peek)
             actions = resolver.actions(planned.parents)
-        yield Session(ready, planned, actions, resolver, memo, chosen)
+        yield Session(ready, planned, actions, resolver, memo, chosen, importance)

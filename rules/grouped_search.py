@@ -33,7 +33,7 @@ class SearchState:
 
     Attributes:
         importance: float32 ``[K]`` as little-endian bytes, None for equal weights.
-        file: where it was read from.
+        file: where it was looked for, whether or not the parent has a vector in it; None for a parent without a file.
     """
 
     format: QuantFormat
@@ -118,7 +118,7 @@ def _with_importance(request: PrepareRequest, format: QuantFormat, path: Any, ne
     except ValueError as error:
         raise ValueError(f"{request.target.id}: {error}") from error
     if vector is None:
-        return RuleCheck(state=SearchState(format, negative))
+        return RuleCheck(state=SearchState(format, negative, file=file))
     if not (np.isfinite(vector).all() and (vector >= 0).all()):
         raise ValueError(f"{request.target.id}: importance must be finite and nonnegative; import {path} again")
     data = vector.astype("<f4").tobytes()

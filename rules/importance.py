@@ -68,6 +68,10 @@ class ImportanceFile:
         """Parameters that the file has vectors for, in its order."""
         return tuple(self._file.header)
 
+    def has(self, name: str) -> bool:
+        """Whether the file has a vector for a parameter."""
+        return name in self._file.header
+
     def is_current(self) -> bool:
         """Whether the path certainly leads to this version still."""
         try:

@@ -30,6 +30,8 @@ def plan_targets(
 
     for index, target in enumerate(targets):
         result = plan(target, hash_sources=hash_sources, device=device, rehash=rehash, explain=explain)
+        for line in result.notes:
+            output.note(line)
         if output.as_json:
             output.json_line(result.to_json())
             continue
@@ -58,6 +60,10 @@ def _show(output: Output, target: Target, plan: BuildPlan) -> None:
         rows_by_format = [(name, count, f"{size} B", format_size(size)) for name, (count, size) in plan.formats.items()]
         output.table(rows_by_format, header=("format", "objects", "bytes", ""), right=(1, 2, 3))
         output.text()
+    for use in plan.importance:
+        output.text(
+            f"importance: {use.file.path} has vectors for {len(use.matched)} of {len(use.parameters)} parameters"
+        )
     counts = Counter[str](action.state for action in plan.actions)
     states = ", ".join(f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state])
     output.text(f"actions: {len(plan.actions)}{f' ({states})' if states else ''}")

@@ -13,6 +13,8 @@ from ninferbuild.target import Target
 
 
 class Plan:
+    notes = ("a note",)
+
     def __init__(self, target: Target):
         self.target = target
 
@@ -43,6 +45,7 @@ def planned(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Target, 
 
 def test_targets(project: Path, run: Any, planned: list[tuple[Target, Any]]) -> None:
     ran = run("plan", "b", "a", "--hash", "--rehash", "--device", "cuda:7", "--json")
+    assert ran.err == "a note\n" * 2
     assert [json.loads(line) for line in ran.out.splitlines()] == [{"target": "b"}, {"target": "a"}]
     assert [(target.name, target.device) for target, _ in planned] == [("b", "cuda:7"), ("a", "cuda:7")]
     assert planned[0][1] == {"hash_sources": True, "device": None, "rehash": True, "explain": False}

@@ -223,6 +223,79 @@ def test_a_file_that_changes_between_planning_and_encoding(project: Project, mon
     assert project.build().executed > 0
 
 
+def test_a_file_that_changes_while_everything_is_cached(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ninferbuild.job import Job
+
+    before, after = project.vectors[DOWN], project.vectors[DOWN] + 1
+    for project.vectors[DOWN] in (after, before):
+        project.save()
+        project.build()
+    project.target.out.unlink()
+    execute = Job.execute
+
+    def edited(job: Job) -> None:
+        execute(job)
+        assert not job.executed
+        project.vectors[DOWN] = after
+        project.save()
+
+    monkeypatch.setattr(Job, "execute", edited)
+    with pytest.raises(
+        SourceChangedError, match=r"vectors\.safetensors: the importance matrix changed while it was in"
+    ):
+        project.build()
+    assert not project.target.out.exists()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_file_that_changes_while_parents_are_planned(
+    project: Project, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    looked = importance.ImportanceFile.vector
+    seen = []
+
+    def edited(file: importance.ImportanceFile, name: str) -> Any:
+        vector = looked(file, name)
+        if name == (UP if last else DOWN) and not seen:
+            seen.append(name)
+            project.vectors["more"] = np.ones(3, np.float32)
+            project.save()
+        return vector
+
+    monkeypatch.setattr(importance.ImportanceFile, "vector", edited)
+    for look in (plan, build):
+        seen.clear()
+        with pytest.raises(SourceChangedError, match="importance matrix changed while it was in use"):
+            look(project.target)
+        project.vectors.pop("more")
+        project.save()
+
+
+def test_a_file_without_any_of_the_names(project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from ninferbuild.cli import main
+
+    (tmp_path / "ninferbuild.toml").write_text(
+        f'[cache]\ndir = "cache"\n[targets.t]\nmodel = "{project.target.model}"\nrecipe = "{NAME}"\n'
+        f'components = ["text"]\nsources = {{ imatrix = "{project.file}" }}\n'
+    )
+    toml = str(tmp_path / "ninferbuild.toml")
+    line = f"{project.file}: no parameter has a vector in this importance matrix, so all columns weigh alike"
+    for _ in range(2):
+        assert main(["plan", "-f", toml]) == 0
+        captured = capsys.readouterr()
+        assert "no parameter" not in captured.err
+        assert f"importance: {project.file} has vectors for {len(WIDTHS)} of " in captured.out
+    project.vectors = {"model.layers.3.self_attn.q_proj": np.ones(128, np.float32)}
+    project.save()
+    for command in (["plan"], ["build"], ["build"]):
+        assert main([*command, "-f", toml]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.count(line) == 1
+        assert "names like 'model.layers.3.self_attn.q_proj', parameters like 'text/" in captured.err
+    (use,) = plan(project.target).to_json()["importance"]
+    assert (use["path"], use["matched"]) == (str(project.file), 0)
+
+
 def test_a_matrix_that_was_not_imported(project: Project) -> None:
     project.file.write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(ValueError, match="imported with `ninferbuild imatrix`"):
