@@ -124,6 +124,8 @@ def _build(
         # A cache that cannot be written still serves what it holds.
         writer = None if cache.read_only else stack.enter_context(cache.writer())
         session = stack.enter_context(open_session(target, cache, writer, device, rerun=rerun, rehash=rehash))
+        if link:
+            session.refuse_inputs(target.out)
         lease = None if cache.read_only else stack.enter_context(cache.lease(target.identity))
         with collection_paused():
             session.resolver.look_up(session.actions, hash_sources=True, cancel=cancel)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-import os
 from pathlib import Path
 import time
 from typing import Any
@@ -22,12 +21,12 @@ from ninferbuild.artifact.schema import Directory, FileRecord, ResourceSpec, Ten
 from ninferbuild.bindings import WEIGHT
 from ninferbuild.digest import combine
 from ninferbuild.grafting import FIRST_ID, check_component, readers_of, renamed_use
+from ninferbuild.inputs import files_of, refuse_inputs
 from ninferbuild.payload import PayloadWriter
 from ninferbuild.publish import StagedFile, behind_link, publish, recover
 from ninferbuild.recipe import ACTIVATION_DIVISOR
 from ninferbuild.report import CONVERTER, encode_report, report_path
 from ninferbuild.sources.artifact import ArtifactSource, StoredComponent, renamed_binding
-from ninferbuild.target_schema import OptionError
 from ninferbuild.verify import object_blocks
 from ninferbuild.version import VERSION
 from ninferbuild.writeback import WriteBehind, stays_cached
@@ -102,9 +101,7 @@ def graft_artifact(
     """
     began = time.perf_counter()
     out = behind_link(out)
-    for path in (artifact, donor):
-        if os.path.realpath(path) == os.path.realpath(out):
-            raise OptionError(f"--out: {out} is read while it would be written; choose another output")
+    refuse_inputs([out, report_path(out)], [("the artifact", artifact), ("the donor", donor)], "--out")
     standing.require_writable(out)
     recover(out)
     standing.refuse_foreign([out], overwrite=overwrite)
@@ -112,6 +109,10 @@ def graft_artifact(
         base, other = (stack.enter_context(ArtifactSource(path)) for path in (artifact, donor))
         plan = _Plan(base, other, components)
         draft = linker.layout_of(plan.directory(name, {}), out.name, max_file_bytes)
+        read = [
+            (what, path) for what, store in (("the artifact", base), ("the donor", other)) for path in files_of(store)
+        ]
+        refuse_inputs([*draft.paths(out), report_path(out)], read, "--out")
         out.parent.mkdir(parents=True, exist_ok=True)
         linker.require_space(out.parent, sum(draft.lengths()))
         standing.refuse_foreign(draft.paths(out), overwrite=overwrite)

@@ -238,6 +238,7 @@ class Job:
         """Temporaries of the output; digests change nothing about where its bytes lie."""
         digests = dict.fromkeys(self.session.configured.sources.opened, bytes(16))
         layout = linker.lay_out(contents, self.target.out.name, payload_digests=None, source_digests=digests)
+        self.session.refuse_inputs(self.target.out, layout)
         self._staging = Staging(layout, self.target.out)
         return self._staging
 
@@ -326,6 +327,7 @@ class Job:
                 self._write_report(contents, records, layout)
             self.record(layout, records)
             return self.result(layout, True)
+        self.session.refuse_inputs(target.out, layout)
         report = encode_report(self._report(contents, records, layout))
         accept = self.gate.accept if self.gate is not None else None
         written = linker.write(

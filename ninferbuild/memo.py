@@ -60,6 +60,10 @@ class Memo:
                     entry = self._seen[id(file)] = (file, identity, _file_key(identity, file))
         return entry
 
+    def paths(self) -> list[Path]:
+        """The files behind the regions that were asked for."""
+        return [Path(identity.path) for _, identity, _ in list(self._seen.values()) if identity is not None]
+
     def key(self, region: Region) -> bytes:
         """Identity of a region: equal for equal byte ranges of the same unchanged files, 16 bytes."""
         spans = region.spans

@@ -128,6 +128,7 @@ def plan(
         layout = linker.lay_out(
             contents, target.out.name, payload_digests=None, source_digests=session.source_digests()
         )
+        session.refuse_inputs(target.out, layout)
         shared: set[int] = set()
         actions = []
         for parent, action in zip(session.planned.parents, session.action_of(), strict=True):

@@ -16,10 +16,12 @@ from ninferbuild.device import Device
 from ninferbuild.digest import combine
 from ninferbuild.errors import ActionsFailedError, CacheError, PayloadLostError
 from ninferbuild.importance_use import ImportanceUse, importance_uses, unmatched
+from ninferbuild.inputs import input_files, refuse_inputs
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryValue
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.plan import PlannedRecipe, plan_parents
+from ninferbuild.report import report_path
 from ninferbuild.resolve import Action, Resolver
 
 if TYPE_CHECKING:
@@ -103,6 +105,16 @@ class Session:
         """
         for use in self.importance:
             use.file.require_unchanged()
+
+    def refuse_inputs(self, entry: Path, layout: linker.Layout | None = None) -> None:
+        """Raises ``OptionError`` when a file that the build reads would be written.
+
+        Args:
+            entry: the output.
+            layout: what it consists of; None: not known yet, only the entry and its report are looked at.
+        """
+        paths = [entry] if layout is None else layout.paths(entry)
+        refuse_inputs([*paths, report_path(entry)], input_files(self), self.configured.target.origin / "out")
 
     def action_of(self) -> list[Action]:
         """The action of each parent, in parent order."""

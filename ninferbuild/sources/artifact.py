@@ -106,6 +106,10 @@ class ArtifactSource:
         """The id, hexadecimal."""
         return self._artifact.artifact_id.hex()
 
+    def paths(self) -> list[Path]:
+        """The files of the set, entry first."""
+        return [self.path, *(self.path.with_name(str(file.path)) for file in self._artifact.directory.files[1:])]
+
     @property
     def artifact(self) -> Artifact:
         """The opened artifact."""

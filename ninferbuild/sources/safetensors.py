@@ -151,6 +151,10 @@ class SafetensorsSource:
             file = self._files.setdefault(path, SafetensorsFile(path))
         return file
 
+    def paths(self) -> set[Path]:
+        """The path as given, and the files that hold the tensors."""
+        return {self.path, *self.weight_map.values()}
+
     def has(self, name: str) -> bool:
         return name in self.weight_map
 
