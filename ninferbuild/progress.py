@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import threading
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
+from ninferbuild.printable import printable, printable_lines
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -78,11 +80,12 @@ class PlainProgress(QuietProgress):
 
     def note(self, message: str) -> None:
         with self._lock:
-            print(message, file=self._notes, flush=True)
+            print(printable_lines(message), file=self._notes, flush=True)
 
     def action(self, index: int, total: int, line: str, state: State) -> None:
         with self._lock:
-            print(f"[{index}/{total}] {line}{' cached' if state == 'cached' else ''}", file=self._stream, flush=True)
+            shown = f"[{index}/{total}] {printable(line)}{' cached' if state == 'cached' else ''}"
+            print(shown, file=self._stream, flush=True)
 
 
 class RichProgress:
@@ -114,11 +117,11 @@ class RichProgress:
         self._bar.start()
 
     def note(self, message: str) -> None:
-        self._bar.console.print(message, markup=False, highlight=False)
+        self._bar.console.print(printable_lines(message), markup=False, highlight=False)
 
     def action(self, index: int, total: int, line: str, state: State) -> None:
         if self._task is not None and state == "run":
-            self._bar.update(self._task, description=line)
+            self._bar.update(self._task, description=printable(line))
 
     def advance(self, source_bytes: int) -> None:
         if self._task is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from ninferbuild.artifact.objects import ArtifactObject, TensorObject
 from ninferbuild.artifact.primitives import ArtifactError
 from ninferbuild.artifact.reader import Artifact
+from ninferbuild.printable import printable, printable_lines
 
 
 def artifact_summary(artifact: Artifact) -> dict[str, Any]:
@@ -54,9 +55,9 @@ def artifact_report(artifact: Artifact, *, objects: bool = False, bindings: bool
 def text_lines(artifact: Artifact, *, objects: bool = False, bindings: bool = False) -> Iterator[str]:
     """The same for people, line by line."""
     for key, value in artifact_summary(artifact).items():
-        yield f"{key}: {value}"
+        yield printable(f"{key}: {value}")
     if objects:
-        yield from map(object_line, artifact.objects)
+        yield from (printable(object_line(item)) for item in artifact.objects)
     if bindings:
         yield json_text({"bindings": artifact.directory.bindings, "uses": artifact.directory.uses})
 
@@ -91,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(json_text(artifact_report(artifact, **wanted)))
             else:
                 for line in text_lines(artifact, **wanted):
-                    print(line)
+                    print(printable_lines(line))
     except (ArtifactError, OSError, RecursionError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 

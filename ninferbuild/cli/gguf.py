@@ -6,6 +6,7 @@ import click
 
 from ninferbuild.cli.options import subcommand
 from ninferbuild.cli.output import Output
+from ninferbuild.printable import printable
 
 _EXAMPLES = ("gguf ls model.gguf", "gguf ls model.gguf --json")
 
@@ -39,7 +40,7 @@ def _ls(output: Output, file: str) -> None:
         output.json_document([{"name": name, "shape": list(shape), "type": kind} for name, shape, kind in rows])
         return
     for name, shape, kind in rows:
-        output.text(f"{name}\t{tuple(shape)}\t{kind}")
+        output.text(f"{printable(name)}\t{tuple(shape)}\t{kind}")
 
 
 command.add_command(_ls)

@@ -53,9 +53,10 @@ def command(
     if output.as_json and format_name not in (None, "json"):
         raise UsageError(f"--json prints JSON; leave it out for --format {format_name}")
     chosen = load_target(target, file, sets=sets, assigns=assigns)
-    text = export(graph(chosen), cast("Format", format_name or ("json" if output.as_json else "dot")))
+    form = cast("Format", format_name or ("json" if output.as_json else "dot"))
+    text = export(graph(chosen), form)
     if out is None:
-        output.text(text.rstrip("\n"))
+        (output.document if form in ("json", "graphml") else output.text)(text.rstrip("\n"))
     else:
         Path(out).write_text(text, encoding="utf-8")
         output.report(f"wrote {out}")

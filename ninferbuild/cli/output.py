@@ -8,11 +8,14 @@ import json
 import sys
 from typing import Any, TextIO
 
+from ninferbuild.printable import printable, printable_lines
 from ninferbuild.progress import PlainProgress, Progress, QuietProgress, RichProgress
 
 
 class Output:
     """Streams and verbosity of one run of the command line.
+
+    Lines of text are printed with control characters escaped: names may come from files of strangers.
 
     With ``--json`` standard output holds JSON and nothing else: whatever else prints, a recipe for one, goes to
     standard error while :meth:`guarded` is in force.
@@ -57,23 +60,27 @@ class Output:
             return json.dumps(value, indent=indent)
         return text
 
+    def document(self, text: str) -> None:
+        """A document for other programs, as it is."""
+        print(text, file=self.stdout)
+
     def text(self, line: str = "") -> None:
-        """A line of the answer that was asked for."""
-        print(line, file=self.stdout)
+        """A line of the answer that was asked for, or several."""
+        print(printable_lines(line), file=self.stdout)
 
     def report(self, line: str) -> None:
         """A line that says what was done; not with ``-q``, and on standard error beside JSON."""
         if not self.quiet:
-            print(line, file=sys.stderr if self.as_json else self.stdout, flush=True)
+            print(printable_lines(line), file=sys.stderr if self.as_json else self.stdout, flush=True)
 
     def note(self, line: str) -> None:
         """A line on standard error that is not an error; not with ``-q``."""
         if not self.quiet:
-            print(line, file=sys.stderr, flush=True)
+            print(printable_lines(line), file=sys.stderr, flush=True)
 
     def table(self, rows: Sequence[Sequence[object]], *, header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
         """Aligned columns, two spaces apart; the columns ``right`` are right-aligned."""
-        lines = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+        lines = [[printable(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = (

@@ -16,6 +16,7 @@ import click
 from ninferbuild.cli.output import Output
 from ninferbuild.errors import ActionsFailedError, NinferbuildError
 from ninferbuild.platform_io import ENDING_SIGNALS
+from ninferbuild.printable import printable, printable_lines
 
 COMMANDS = {
     "build": "build",
@@ -158,7 +159,7 @@ def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
         return _fail(one_line(error), 1)  # of a user's code: commands return their exit codes
     except Exception as error:
         if output.verbose:
-            traceback.print_exc()
+            click.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
         if isinstance(error, OSError) and _came_of_printing(error):
             _discard_stdout()
             return _fail(f"cannot write to standard output: {one_line(error)}", 1)
@@ -221,7 +222,7 @@ def one_line(error: BaseException) -> str:
     elif not isinstance(error, NinferbuildError | ValueError | OSError):
         message = f"{type(error).__name__}: {message}"
     place = place_of(error)
-    return message if place is None else f"{place}: {message}"
+    return printable(message if place is None else f"{place}: {message}")
 
 
 def _is_astray() -> bool:
@@ -233,5 +234,5 @@ def _is_astray() -> bool:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {printable_lines(message)}", err=True)
     return code

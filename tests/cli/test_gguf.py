@@ -71,6 +71,13 @@ def test_without_torch_numpy_and_gguf(model: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == LINES
 
 
+def test_names_do_not_steer_the_terminal(tmp_path: Path, run: Any) -> None:
+    name = "a\x1b]0;owned\x07\x9b31m\u202e\tb\nc"
+    path = write_gguf(tmp_path / "odd.gguf", {}, [(name, (2, 3, 4), 99, bytes(7))])
+    assert run("gguf", "ls", path).out == "a\\x1b]0;owned\\x07\\x9b31m\\u202e\\tb\\nc\t(2, 3, 4)\t99\n"
+    assert [row["name"] for row in json.loads(run("gguf", "ls", path, "--json").out)] == [name]
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [(None, ["no.gguf", "no such"]), (b"not one", ["no.gguf", "not a GGUF file"])],
