@@ -96,7 +96,14 @@ class Session:
 
     def notes(self) -> list[str]:
         """What a user would want to know of the target, a line each: choices that have no effect."""
-        return [*unmatched(self.importance)]
+        target, opened = self.configured.target, self.configured.sources.opened
+        unused = [
+            f"{target.origin / 'sources' / name}: nothing in the recipe and the components asks for this source; "
+            "it is not read"
+            for name in target.sources
+            if name not in opened
+        ]
+        return [*unused, *unmatched(self.importance)]
 
     def require_unchanged(self) -> None:
         """Raises ``SourceChangedError`` when a file that planning took values from is not what it was.

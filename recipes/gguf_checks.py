@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+import math
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +110,11 @@ def require_negative(gguf: GGUFFile, name: str) -> None:
     """Read the F32 tensor ``name``, which holds ``-exp(A_log)``.
 
     Raises:
-        ValueError: a value is not negative; NaN is not.
+        ValueError: a value is not negative, as NaN is not, or has no finite logarithm.
     """
     data = bytes(gguf.tensor_bytes(name))
     for index, (value,) in enumerate(struct.iter_unpack("<f", data)):
-        if not value < 0:
-            raise ValueError(f"{gguf.path}: {name} must be strictly negative (-exp(A_log)); element {index} is {value}")
+        if not -math.inf < value < 0:
+            raise ValueError(
+                f"{gguf.path}: {name} must be strictly negative (-exp(A_log)) and finite; element {index} is {value}"
+            )

@@ -11,7 +11,7 @@ name             arguments                   result
 ``gather``       axis, ranges                ranges of one axis, in order
 ``float32``      Safetensors type            the stored type widened to FP32, exact
 ``add``          constant                    ``x + constant`` in FP32
-``log_negative`` –                           ``float32(log(-float64(x)))``; refuses values that are not negative
+``log_negative`` –                           ``float32(log(-float64(x)))``; refuses all but finite negative values
 ================ =========================== =================================================================
 
 A step is *local to rows* when each row along the leading axis of its result needs only the same row of what it starts

@@ -57,8 +57,8 @@ def _add(values: torch.Tensor, constant: float) -> torch.Tensor:
 
 def _log_negative(values: torch.Tensor) -> torch.Tensor:
     words = values.numpy()
-    if not (words < 0).all():  # also NaN
-        raise ValueError("log(-x) requires negative values")
+    if not ((words < 0) & np.isfinite(words)).all():  # NaN is not below zero
+        raise ValueError("log(-x) requires finite negative values")
     return torch.from_numpy(np.asarray(np.log(-words.astype(np.float64)), dtype=np.float32))
 
 

@@ -117,7 +117,12 @@ def test_c3_report(here: Path, run: Callable[..., Any]) -> None:
 
 
 def test_c4_unused_source(here: Path, run: Callable[..., Any]) -> None:
-    assert run(*BASE, "--out", "Z", "--source", "x=missing/path").code == 0
+    line = "--source x: nothing in the recipe and the components asks for this source; it is not read"
+    for command in (BASE, ("plan", *BASE[1:])):
+        ran = run(*command, "--out", "Z", "--source", "x=missing/path")
+        assert ran.code == 0
+        assert ran.err.splitlines().count(line) == 1
+        assert line not in run(*command, "--out", "Z").err
     assert "x" not in json.loads((here / "Z.conversion.json").read_text())["provenance"]["sources"]
 
 

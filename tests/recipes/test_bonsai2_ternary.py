@@ -372,7 +372,7 @@ def test_a_file_without_its_last_byte(configure: Configure, sparse: Sparse) -> N
         configure(ternary=path)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("-inf")])
 def test_decay_must_be_negative(configure: Configure, sparse: Sparse, value: float) -> None:
     values = np.frombuffer(sparse.contents["blk.1.ssm_a"], "<f4").copy()
     values[5] = value

@@ -230,7 +230,7 @@ def test_mtp_needs_its_block(plan: Plan) -> None:
         plan(gguf_hybrid.export(), "mtp")
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("nan"), float("inf"), float("-inf")])
 def test_decay_must_be_negative(plan: Plan, value: float) -> None:
     export = gguf_hybrid.export()
     name, shape, kind, raw = export.tensors["blk.1.ssm_a"]

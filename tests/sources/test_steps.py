@@ -240,7 +240,7 @@ class TestLogNegative:
             0xC0935D8E,
         ]
 
-    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, np.nan])
+    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, np.nan, -np.inf])
     def test_others_are_refused_with_the_name_of_the_tensor(self, value: float) -> None:
         description = described(np.array([-1, value], F32), "blk.0.ssm_a").log_negative()
         with pytest.raises(ValueError, match=r"blk\.0\.ssm_a: .*negative"):
