@@ -52,12 +52,17 @@ class TextGeometry:
         layer_types: kind of each layer.
         key_heads, value_heads: of a delta net.
         value_dim: channels of one value head.
+        hidden, attention, intermediate: channels of the residual stream, of the attention's output before its
+            projection, and of the feed-forward; None where the configuration does not say.
     """
 
     layer_types: tuple[str, ...]
     key_heads: int
     value_heads: int
     value_dim: int
+    hidden: int | None = None
+    attention: int | None = None
+    intermediate: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> TextGeometry:
@@ -78,20 +83,33 @@ class TextGeometry:
         if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
             raise ValueError(f"{path}: layer_types must be a list with one string for each layer")
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
-        numbers = [_member(path, text, name) for name in names]
-        for name, number in zip(names, numbers, strict=True):
-            if type(number) is not int or number <= 0:
-                raise ValueError(f"{path}: {name} must be a positive integer, not {number!r}")
-        key_heads, value_heads, value_dim = numbers
+        key_heads, value_heads, value_dim = (_positive(path, text, name) for name in names)
         if value_heads % key_heads:
             raise ValueError(f"{path}: {value_heads} value heads are not shared evenly by {key_heads} key heads")
-        return cls(tuple(kinds), key_heads, value_heads, value_dim)
+        hidden, intermediate, heads, head_dim = (
+            _positive(path, text, name) if text.get(name) is not None else None
+            for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+        )
+        attention = heads * head_dim if heads is not None and head_dim is not None else None
+        return cls(tuple(kinds), key_heads, value_heads, value_dim, hidden, attention, intermediate)
 
     def parameters(self) -> Iterator[tuple[str, str, bool]]:
         """(parameter, matrix of the exporter, whether its channels are tiled) of every layer."""
         for layer, kind in enumerate(self.layer_types):
             for role, matrix in {**(_ATTENTION if kind == "full_attention" else _DELTA_NET), **_MLP}.items():
                 yield f"text/layers/{layer}/{role}", f"blk.{layer}.{matrix}.weight", role == TILED
+
+    def channels(self, parameter: str) -> int | None:
+        """Input channels of a parameter; None where the configuration does not say."""
+        role = "/".join(parameter.rsplit("/", 2)[-2:])
+        known = {TILED: self.value_heads * self.value_dim, "attention/output": self.attention}
+        return {**known, "mlp/down": self.intermediate}.get(role, self.hidden)
+
+    def require_length(self, parameter: str, vector: Vector) -> None:
+        """Raises ``ValueError`` when the vector has another length than the parameter has input channels."""
+        channels = self.channels(parameter)
+        if channels is not None and vector.shape != (channels,):
+            raise ValueError(f"{len(vector)} values, and {parameter} has {channels} input channels")
 
     def untiled(self, vector: Vector) -> Vector:
         """Channels of a delta net's output in the order of the model: the value heads of one key head together.
@@ -129,6 +147,13 @@ def _member(path: Path, text: Mapping[str, Any], name: str) -> Any:
     return text[name]
 
 
+def _positive(path: Path, text: Mapping[str, Any], name: str) -> int:
+    number = _member(path, text, name)
+    if type(number) is not int or number <= 0:
+        raise ValueError(f"{path}: {name} must be a positive integer, not {number!r}")
+    return number
+
+
 def import_matrix(source: Path, mean_squares: MeanSquares, config: Path, out: Path) -> int:
     """Write the vectors of a text model to ``out``, replacing what is there in one step.
 
@@ -141,7 +166,8 @@ def import_matrix(source: Path, mean_squares: MeanSquares, config: Path, out: Pa
         the number of parameters that were written.
 
     Raises:
-        ValueError: nothing matches the model, or something that does is damaged. Nothing is written then.
+        ValueError: nothing matches the model, or something that does is damaged or has another length. Nothing is
+            written then.
         OSError: a file cannot be read or written.
     """
     geometry = TextGeometry.read(config)
@@ -152,6 +178,7 @@ def import_matrix(source: Path, mean_squares: MeanSquares, config: Path, out: Pa
             continue
         try:
             vectors[parameter] = geometry.untiled(vector) if tiled else vector
+            geometry.require_length(parameter, vector)
         except ValueError as error:
             raise ValueError(f"{source}: {matrix}: {error}; is {config} the model's?") from error
     if not vectors:

@@ -231,6 +231,41 @@ def test_matrices_that_do_not_suit(desk: Desk, tensors: list[Tensor], message: s
     assert message in line
 
 
+SIZES = {"hidden_size": 4, "num_attention_heads": 3, "head_dim": 2, "intermediate_size": 5}
+
+
+@pytest.mark.parametrize(
+    ("matrix", "parameter", "channels"),
+    [
+        ("blk.0.attn_qkv", "text/layers/0/gdn/query", 4),
+        ("blk.0.ssm_out", "text/layers/0/gdn/output", 8),
+        ("blk.1.attn_v", "text/layers/1/attention/value", 4),
+        ("blk.1.attn_output", "text/layers/1/attention/output", 6),
+        ("blk.0.ffn_gate", "text/layers/0/mlp/gate", 4),
+        ("blk.1.ffn_down", "text/layers/1/mlp/down", 5),
+    ],
+)
+def test_lengths_are_those_of_the_model(desk: Desk, matrix: str, parameter: str, channels: int) -> None:
+    desk.configure({"text_config": {**CONFIG, **SIZES}})
+    name = f"{matrix}.weight"
+    wrong = desk.refused("--gguf", desk.gguf(sums(name, [1.0] * (channels + 2))))
+    assert f"model.imatrix.gguf: {name}: " in wrong
+    assert f"is {desk.config} the model's?" in wrong
+    if parameter.endswith("gdn/output"):
+        assert "cannot reorder 10 input channels" in wrong
+    else:
+        assert f"{channels + 2} values, and {parameter} has {channels} input channels" in wrong
+    vectors, _ = desk.imported("--gguf", desk.gguf(sums(name, [1.0] * channels)))
+    assert vectors[parameter].shape == (channels,)
+
+
+def test_sizes_that_are_none(desk: Desk) -> None:
+    desk.configure({**CONFIG, **SIZES, "head_dim": 0})
+    assert "config.json: head_dim must be a positive integer, not 0" in desk.refused("--gguf", desk.gguf(every()))
+    desk.configure({**CONFIG, "head_dim": None})
+    assert desk.imported("--gguf", desk.gguf(every()))[0].keys() == EXPECTED.keys()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

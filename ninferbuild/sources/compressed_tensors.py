@@ -39,6 +39,9 @@ FP8_ROW = "fp8_e4m3fn_row_bf16"
 GROUP = 16
 BLOCK = 128
 
+_MEND = "download the checkpoint again, or take the matrix from another one"
+"""What to do about numbers that no quantiser writes."""
+
 
 def matrix_source(store: Any, name: str, shape: tuple[int, int], format: str | None = None) -> LogicalSource:
     """The matrix ``name`` of ``shape`` ``(N, K)``, in whatever encoding the store holds it.
@@ -187,14 +190,32 @@ def _scalar(store: SafetensorsSource, name: str) -> tuple[bytes, float]:
     found = store.tensor(name)
     if found.dtype != "F32" or prod(found.shape) != 1:
         where = store.describe(name).file
-        raise ValueError(f"{where}: {name}: expected a source FP32 scalar, got {found.dtype}{found.shape}")
-    word = bytearray(4)
-    (span,) = found.parts[0].region.spans
-    span.file.read_into(span.begin, memoryview(word))
+        raise ValueError(f"{where}: {name}: expected a source FP32 scalar, got {found.dtype}{found.shape}; {_MEND}")
+    word = _word(found)
     value: float = struct.unpack("<f", word)[0]
     if not (isfinite(value) and value > 0):
-        raise ValueError(f"{store.describe(name).file}: {name}: divisor must be finite and positive, not {value}")
-    return bytes(word), value
+        where = store.describe(name).file
+        raise ValueError(f"{where}: {name}: divisor must be finite and positive, not {value}; {_MEND}")
+    return word, value
+
+
+def _word(scalar: Description) -> bytes:
+    """The bytes of a stored tensor of one element."""
+    (span,) = scalar.parts[0].region.spans
+    data = bytearray(span.end - span.begin)
+    span.file.read_into(span.begin, memoryview(data))
+    return bytes(data)
+
+
+def _require_common_scale(store: SafetensorsSource, name: str) -> None:
+    """Refuse a scale of a whole FP8 matrix that no row can have; zero suits a matrix of zeros."""
+    found = store.tensor(name)
+    word = int.from_bytes(_word(found), "little") << (0 if found.dtype == "F32" else 16)
+    rounded = word + 0x7FFF + (word >> 16 & 1)  # to nearest BF16, ties to even; NaN stays above infinity
+    if rounded >> 16 >= 0x7F80:  # the sign bit is above infinity too
+        (value,) = struct.unpack("<f", word.to_bytes(4, "little"))
+        where = store.describe(name).file
+        raise ValueError(f"{where}: {name}: expected nonnegative finite BF16 row scales, not {value}; {_MEND}")
 
 
 def _reciprocal(store: SafetensorsSource, name: str) -> bytes:
@@ -205,7 +226,8 @@ def _reciprocal(store: SafetensorsSource, name: str) -> bytes:
     except OverflowError:
         word = b""
     if not word or struct.unpack("<f", word)[0] <= 0:
-        raise ValueError(f"{name}: reciprocal of {value} is not finite and positive in FP32")
+        where = store.describe(name).file
+        raise ValueError(f"{where}: {name}: reciprocal of {value} is not finite and positive in FP32; {_MEND}")
     return word
 
 
@@ -263,13 +285,15 @@ def _describe_row_fp8(store: SafetensorsSource, prefix: str, shape: tuple[int, i
     name = f"{prefix}.weight_scale"
     found = store.describe(name)
     if found.dtype not in ("BF16", "F32"):
-        raise ValueError(f"{name}: expected BF16 or F32 scales, got {found.dtype}{found.shape}")
+        raise ValueError(f"{found.file}: {name}: expected BF16 or F32 scales, got {found.dtype}{found.shape}")
     count = prod(found.shape)
     if count not in (rows, 1):
         raise ValueError(
-            f"{name}: expected one BF16 scale per row: expected one scale per row or one global scale, "
+            f"{found.file}: {name}: expected one BF16 scale per row: expected one scale per row or one global scale, "
             f"got {found.dtype}{found.shape} for {rows} rows"
         )
+    if count == 1:
+        _require_common_scale(store, name)
     row_bytes = WORD_BYTES[found.dtype] if count == rows else 0
     scales = _part(store, "scales", name, found.dtype, found.shape, row_bytes)
     return Description(
@@ -295,7 +319,7 @@ def _describe_block_fp8(store: SafetensorsSource, name: str, shape: tuple[int, i
     table = f"{_prefix(name)}.weight_scale_inv"
     found = store.describe(table)
     if found.dtype not in ("BF16", "F32"):
-        raise ValueError(f"{table}: expected BF16 or F32 scales, got {found.dtype}{found.shape}")
+        raise ValueError(f"{found.file}: {table}: expected BF16 or F32 scales, got {found.dtype}{found.shape}")
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
     scales = _part(store, "scales", table, found.dtype, blocks, blocks[1] * WORD_BYTES[found.dtype], BLOCK)
     return Description(

@@ -168,7 +168,8 @@ class HFAliasSource(_Store):
         source: the store with the tensors: a :class:`GGUFSource`.
         name_map: name here → name in ``source``.
         transforms: name here → ``(values, shape) -> (values, shape)`` on the whole tensor, FP32 and 1-D, with the shape
-            in ``source``; the number of elements stays.
+            in ``source``; the number of elements stays, the shape is the one in ``source`` or the one here, and values
+            are floating-point.
         shapes: name here → function of the shape in ``source`` that gives the shape here, of the same values.
         composites: name here → ``source -> (values, shape)``, for what is built from several tensors. Go before the
             other three.
@@ -281,7 +282,8 @@ class HFAliasSource(_Store):
         """Elements ``[begin, end)`` of ``name`` in C order, 1-D, a copy.
 
         Raises:
-            ValueError: as :meth:`tensor`, the range lies outside, or a user's function changed the number of elements.
+            ValueError: as :meth:`tensor`, the range lies outside, or a user's function changed the number of elements
+                or returned another shape than it declared.
             TypeError: a user's function returned something else than values and their shape.
         """
         if self.describes(name):
@@ -311,13 +313,22 @@ class HFAliasSource(_Store):
             return values, shape
         stored = self._mapped(name)
         shape = tuple(self._source.describe(stored).shape)
-        values, _ = _checked_result(self._transforms[name](self._source.read_flat(stored), shape), name, "transform")
+        result = self._transforms[name](self._source.read_flat(stored), shape)
+        values, returned = _checked_result(result, name, "transform")
+        here = self._shape_here(name, shape)
         if values.numel() != prod(shape):
             raise ValueError(
                 f"{name}: its transform must not change the element count: {prod(shape)} values went in, "
                 f"{values.numel()} came out"
             )
-        return values, self._shape_here(name, shape)
+        if returned not in (shape, here, (values.numel(),)):  # a flat shape says nothing about the order
+            raise ValueError(
+                f"{name}: its transform returned the shape {returned}, and the parameter is read as {here}; return the "
+                "values in the order of that shape, and say in `shapes` where it is not the stored one"
+            )
+        if not values.is_floating_point():
+            raise TypeError(f"{name}: its transform must return floating-point values, not {values.dtype}")
+        return values, here
 
     @property
     def bytes_read(self) -> int:

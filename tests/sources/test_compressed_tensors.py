@@ -142,7 +142,7 @@ class TestNvfp4:
         tensors["p.weight"] = tensors.pop("p.weight_packed")
         tensors["p.weight_scale_2"] = checkpoints.stored("F32", f32(multiplier))
         source = matrix_source(open_tensors(tensors), "p.weight", (4, 32))
-        with pytest.raises(ValueError, match=r"weight_scale_2: .*finite and positive"):
+        with pytest.raises(ValueError, match=r"safetensors: p\.weight_scale_2: .*finite and positive.*; download"):
             source.weight_divisor()
 
     @pytest.mark.parametrize("divisor", [0.0, -2.0, float("inf"), float("nan")])
@@ -251,6 +251,27 @@ class TestRowFp8:
         source = matrix_source(store, "p.weight", (2, 3))
         with pytest.raises(ValueError, match="finite E4M3FN"):
             source.values()
+
+    @pytest.mark.parametrize("scale", [-1.0, -0.0, float("inf"), float("nan"), -float("nan"), 3.4e38])
+    @pytest.mark.parametrize("dtype", ["F32", "BF16"])
+    def test_an_invalid_scale_of_all_rows_is_refused_before_rows_are_read(
+        self, scale, dtype, open_tensors, checkpoints
+    ):
+        word = np.array(scale, np.float32).view(np.uint32)
+        stored = checkpoints.stored("F32", word.view(np.float32))
+        if dtype == "BF16":
+            stored = checkpoints.stored("BF16", np.array((int(word) + 0x7FFF) >> 16, np.uint16))
+        source = matrix_source(self.store(open_tensors, checkpoints, stored), "p.weight", (2, 3))
+        with pytest.raises(
+            ValueError, match=r"safetensors: p\.weight_scale: expected nonnegative finite BF16 row.*; dow"
+        ):
+            _ = source.description
+
+    @pytest.mark.parametrize("scale", [0.0, 1e-45, 3.38e38])
+    def test_the_limits_of_a_scale_of_all_rows(self, scale, open_tensors, checkpoints):
+        stored = checkpoints.stored("F32", np.float32(scale))
+        source = matrix_source(self.store(open_tensors, checkpoints, stored), "p.weight", (2, 3))
+        assert source.description is not None
 
     def test_zero_scale_admits_zero_codes_only(self, open_tensors, checkpoints):
         zero = checkpoints.bf16([0.0, 1.0])

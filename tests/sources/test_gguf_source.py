@@ -208,14 +208,35 @@ class TestAlias:
             (lambda values, shape: values, TypeError, "h: its transform must return"),
             (lambda values, shape: None, TypeError, "h: its transform must return"),
             (lambda values, shape: ("text", shape), TypeError, "h: its transform must return"),
+            (
+                lambda values, shape: (values.reshape(shape).T, shape[::-1]),
+                ValueError,
+                r"h: its transform returned the shape \(3, 2\), and the parameter is read as \(2, 3\)",
+            ),
+            (
+                lambda values, shape: (values.int(), shape),
+                TypeError,
+                r"h: its transform must return floating-point values, not torch\.int32",
+            ),
         ],
     )
     def test_what_a_users_transform_may_not_return(
         self, source: Write, transform: Any, error: type[Exception], message: str
     ) -> None:
-        alias = HFAliasSource(source(stored("g", [1, 2, 3])), {"h": "g"}, transforms={"h": transform})
+        alias = HFAliasSource(source(stored("g", [[1, 2, 3], [4, 5, 6]])), {"h": "g"}, transforms={"h": transform})
         with pytest.raises(error, match=message):
             alias.read_flat("h")
+
+    @pytest.mark.parametrize("returned", [(2, 3), (3, 2), (6,)])
+    def test_a_users_transform_returns_the_shape_there_here_or_none(self, source: Write, returned: Any) -> None:
+        alias = HFAliasSource(
+            source(stored("g", [[1, 2, 3], [4, 5, 6]])),
+            {"h": "g"},
+            transforms={"h": lambda values, shape: (values.reshape(shape).T, returned)},
+            shapes={"h": lambda shape: shape[::-1]},
+        )
+        assert alias.describe("h").shape == (3, 2)
+        assert alias.read_flat("h").tolist() == [1, 4, 2, 5, 3, 6]
 
     def test_arrays_and_lists_are_values_too(self, source: Write) -> None:
         alias = HFAliasSource(
