@@ -153,6 +153,9 @@ class Executor:
 
     def _built_in(self, action: Action, started_ns: int) -> ActionRecord:
         deps: tuple[Dep, ...] = ()
+        parent = action.parent
+        if parent.rule is not None and parent.checked is not None:
+            parent.rule.require_sound(parent.checked)
         if action.user:
             with self._watching(action) as seen:
                 blocks, digest, digests, count = self._encode(action)

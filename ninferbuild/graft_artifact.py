@@ -17,7 +17,15 @@ from ninferbuild import link as linker
 from ninferbuild import standing
 from ninferbuild.artifact.framing import SegmentMap
 from ninferbuild.artifact.objects import ArtifactObject, ResourceObject, TensorObject
-from ninferbuild.artifact.schema import Directory, FileRecord, ResourceSpec, TensorSpec, decode_directory, plan_objects
+from ninferbuild.artifact.schema import (
+    ArtifactError,
+    Directory,
+    FileRecord,
+    ResourceSpec,
+    TensorSpec,
+    decode_directory,
+    plan_objects,
+)
 from ninferbuild.bindings import WEIGHT
 from ninferbuild.digest import combine
 from ninferbuild.grafting import FIRST_ID, check_component, readers_of, renamed_use
@@ -27,7 +35,7 @@ from ninferbuild.publish import StagedFile, behind_link, publish, recover
 from ninferbuild.recipe import ACTIVATION_DIVISOR
 from ninferbuild.report import CONVERTER, encode_report, report_path
 from ninferbuild.sources.artifact import ArtifactSource, StoredComponent, renamed_binding
-from ninferbuild.verify import object_blocks
+from ninferbuild.verify import copy_object, copy_sound
 from ninferbuild.version import VERSION
 from ninferbuild.writeback import WriteBehind, stays_cached
 
@@ -120,7 +128,7 @@ def graft_artifact(
         try:
             for path, length in zip(draft.paths(out), draft.lengths(), strict=True):
                 staged.append(StagedFile(path, length))
-            digests = _copy(plan.taken, draft, staged, observe)
+            digests = _copy(plan, draft, staged, observe)
             layout = linker.layout_of(plan.directory(name, digests), out.name, max_file_bytes)
             decode_directory(layout.text, entry_name=out.name)
             linker.write_framing(layout, staged)
@@ -222,26 +230,46 @@ def _spec(item: ArtifactObject, identifier: str | None = None) -> TensorSpec | R
 
 
 def _copy(
-    taken: Sequence[_Taken],
+    plan: _Plan,
     layout: linker.Layout,
     staged: Sequence[StagedFile],
     observe: Callable[[int, int], None] | None,
 ) -> dict[str, bytes]:
-    """Copy every payload to its place; object id → digest."""
+    """Copy every payload to its place; object id → digest.
+
+    Raises:
+        ArtifactError: damage was met on the way: an illegal word or, in an artifact made here that is copied whole, a
+            payload that is not the one that it was published with.
+    """
     behind = WriteBehind(keep=stays_cached(sum(layout.lengths())))
     writer = PayloadWriter(SegmentMap(layout.directory.files, layout.payload_offset), staged, behind)
-    digests = {}
-    for item, placed in zip(taken, layout.directory.objects, strict=True):
-        offset, found = placed.offset, []
-        for data, digest in object_blocks(item.source.artifact, item.id):
-            writer.put(offset, data)
-            offset += len(data)
-            found.append(digest)
+    done, digests = 0, {}
+    root = _root_of(plan.base)
+    for item, placed in zip(plan.taken, layout.directory.objects, strict=True):
+
+        def put(offset: int, data: bytes, begin: int = placed.offset) -> None:
+            nonlocal done
+            writer.put(begin + offset, data)
+            done += len(data)
             if observe is not None:
-                observe(offset, layout.directory.payload_bytes)
-        digests[placed.id] = combine(found)
+                observe(done, layout.directory.payload_bytes)
+
+        copy = copy_object if root is not None and item.source is plan.base else copy_sound
+        digests[placed.id] = copy(item.source.artifact, item.id, put)
     behind.finish()
+    kept = combine(digests[item.spec.id] for item in plan.taken if item.source is plan.base).hex()
+    if root is not None and kept != root:
+        raise ArtifactError(
+            f"{plan.base.path}: provenance.payload is {root!r}, but the payloads give {kept}: the artifact is damaged; "
+            "get it again"
+        )
     return digests
+
+
+def _root_of(source: ArtifactSource) -> object:
+    """The root digest of the payloads that an artifact made here was published with; None for others'."""
+    provenance = source.artifact.directory.provenance
+    return provenance.get("payload") if provenance.get("converter") == CONVERTER else None
 
 
 def _result(plan: _Plan, layout: linker.Layout, out: Path, seconds: float) -> GraftResult:

@@ -7,7 +7,7 @@ reference follows.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ninferbuild.artifact.schema import TensorObject, TensorSpec
 from ninferbuild.bindings import WEIGHT, Binding, Fragment
 from ninferbuild.method import MethodInput, PrepareRequest
-from ninferbuild.rules.graft import graft
+from ninferbuild.rules.graft import StoredObject, graft
 from ninferbuild.sources.artifact import ArtifactSource, StoredComponent, renamed_binding
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ def _object(source: ArtifactSource, tensor: TensorObject, identifier: str, held:
     nothing: Mapping[Any, Any] = MappingProxyType({})
     inputs = (MethodInput(names[0], source.payload(tensor), ()),)
     request = PrepareRequest(spec, inputs, nothing, {}, "", 512, nothing)
-    return GraftedObject(request, graft.check(request), names, tuple(held))
+    checked = replace(graft.check(request), state=StoredObject(source.artifact, tensor.id))
+    return GraftedObject(request, checked, names, tuple(held))
 
 
 def renamed_use(use: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,41 @@ def object_blocks(artifact: Artifact, object_id: str) -> Iterator[tuple[bytes, b
         yield block.data, block.digest
 
 
+def copy_object(artifact: Artifact, object_id: str, put: Callable[[int, bytes], None]) -> bytes:
+    """Read an object whole and pass its bytes on, as :func:`copy_sound` does; its digest. Nothing is checked."""
+    offset, digests = 0, []
+    for data, digest in object_blocks(artifact, object_id):
+        put(offset, data)
+        offset += len(data)
+        digests.append(digest)
+    return combine(digests)
+
+
+def copy_sound(artifact: Artifact, object_id: str, put: Callable[[int, bytes], None]) -> bytes:
+    """Read an object whole, check its words and padding, and pass its bytes on.
+
+    Args:
+        put: called with (offset in the object, bytes), once for each byte; planes come in the order in which they can
+            be checked.
+
+    Returns:
+        the object's digest, as :func:`object_digest`.
+
+    Raises:
+        ArtifactError: a word is not legal in the object's format, or padding is not zero; all bytes were passed on.
+        as :func:`object_digest`.
+    """
+    item, findings = artifact.object(object_id), Findings(1)
+    digest = _check_object(artifact, item, findings, None, put)
+    if findings.invalid:
+        (first,) = findings.kept()
+        raise ArtifactError(
+            f"{artifact.path}: {first}: the artifact is damaged; get it again (`ninferbuild verify` shows all that is "
+            "wrong with it)"
+        )
+    return digest
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """One digest block: ``data`` starts at byte ``begin`` of plane number ``plane``."""
@@ -225,13 +261,27 @@ def _readable(segments: Sequence[Segment], begin: int, end: int) -> bool:
     return all(segment.readable for segment in segments if segment.begin < end and begin < segment.end)
 
 
-def _check_object(artifact: Artifact, item: ArtifactObject, findings: Findings, reader: ThreadPoolExecutor) -> bytes:
-    """Check the words and padding of one object; its digest."""
+def _check_object(
+    artifact: Artifact,
+    item: ArtifactObject,
+    findings: Findings,
+    reader: ThreadPoolExecutor | None,
+    put: Callable[[int, bytes], None] | None = None,
+) -> bytes:
+    """Check the words and padding of one object; its digest.
+
+    Args:
+        reader: reads ahead.
+        put: see :func:`copy_sound`.
+    """
+    starts = list(accumulate(_extents(item), initial=0))
     rules = rules_of(item, findings) if isinstance(item, TensorObject) else None
     digests: list[list[bytes]] = [[] for _ in _extents(item)]
     blocks = _blocks(artifact, item, range(1) if rules is None else rules.reading_order)
-    for block in _ahead(blocks, reader) if item.bytes > BLOCK_BYTES else blocks:
+    for block in _ahead(blocks, reader) if reader is not None and item.bytes > BLOCK_BYTES else blocks:
         digests[block.plane].append(block.digest)
+        if put is not None:
+            put(starts[block.plane] + block.begin, block.data)
         if rules is not None:
             _check_block(rules, block, findings)
     return combine(digest for plane in digests for digest in plane)

@@ -6,6 +6,7 @@ parameters, no values and no arithmetic.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ninferbuild.artifact.layouts import encoded_size, planes
@@ -14,9 +15,18 @@ from ninferbuild.rules.rule import Rule, RuleCheck
 if TYPE_CHECKING:
     import torch
 
+    from ninferbuild.artifact.reader import Artifact
     from ninferbuild.artifact.schema import TensorSpec
     from ninferbuild.method import PrepareRequest
     from ninferbuild.rules.error_flags import ErrorFlags
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Where a payload is from: the state of a check."""
+
+    artifact: Artifact
+    id: str
 
 
 class Graft(Rule):
@@ -32,6 +42,13 @@ class Graft(Rule):
         if request.source.shape != (size,):
             raise ValueError(f"{request.source.label}: {request.source.shape[0]} bytes, the object has {size}")
         return RuleCheck()
+
+    def require_sound(self, checked: RuleCheck) -> None:
+        """Hold the object to the rules of its format: it is copied, and nothing else looks at its words."""
+        from ninferbuild.verify import copy_sound
+
+        stored: StoredObject = checked.state
+        copy_sound(stored.artifact, stored.id, lambda offset, data: None)
 
     def encode_block(
         self,

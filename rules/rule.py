@@ -73,6 +73,13 @@ class Rule:
         """
         raise NotImplementedError
 
+    def require_sound(self, checked: RuleCheck) -> None:
+        """Look at what will be encoded, for damage that encoding itself would not meet. Called once before it begins.
+
+        Raises:
+            ValueError: there is some.
+        """
+
     def keyed_parameters(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters that enter the key: without those that only name what :attr:`RuleCheck.facts` hold."""
         return parameters

@@ -212,6 +212,26 @@ def test_a_proposal_head_multiplies_the_states_too(target: Target) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("object_id", "plane", "word", "problem"),
+    [("weight/000002", 2, b"\0\x7c", "scales, row 0"), ("weight/000001", 1, b"\xff", "row 0")],
+)
+def test_refuses_damage_that_a_format_shows(
+    target: Target, object_id: str, plane: int, word: bytes, problem: str
+) -> None:
+    path = target.grafts["draft"]
+    write_donor(path)
+    before = donor.damage(path, object_id, plane, word)
+    with pytest.raises(
+        ValueError, match=rf"^draft/.*{path}: object '{object_id}', .*{problem}.*: the artifact is damaged"
+    ):
+        build(target)
+    assert not target.out.exists()
+    donor.damage(path, object_id, plane, before)
+    build(target)
+    assert verify(target.out).exit_code == 0
+
+
 @pytest.mark.parametrize("chunk", [1, 100, 9224])
 def test_a_payload_is_cut_at_its_planes(chunk: int) -> None:
     spec = next(item for item in donor.SPECS if item.id == "weight/000001")

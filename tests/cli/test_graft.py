@@ -48,6 +48,18 @@ def write_base(path: Path, **changes: Any) -> dict[str, bytes]:
     return payloads
 
 
+def write_second(path: Path) -> None:
+    """Another donor, of a component with one norm."""
+    text = TensorSpec("weight/000000", (64,), "bf16", "contiguous_le_v1")
+    with ArtifactWriter(
+        path,
+        [text],
+        components={"text": {"config": {}}, "other": {"config": {}, "target": "text"}},
+        bindings={"other/norm": {"object": "weight/000000"}},
+    ) as writer:
+        writer.write_object("weight/000000", bytes(range(128)))
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -125,14 +137,7 @@ def test_two_components_one_after_the_other(desk: Path, run: Any) -> None:
     write_base(desk / "base.ninfer")
     write_donor(desk / "donor.ninfer")
     assert run(*GRAFT).code == 0
-    text = TensorSpec("weight/000000", (64,), "bf16", "contiguous_le_v1")
-    with ArtifactWriter(
-        desk / "second.ninfer",
-        [text],
-        components={"text": {"config": {}}, "other": {"config": {}, "target": "text"}},
-        bindings={"other/norm": {"object": "weight/000000"}},
-    ) as writer:
-        writer.write_object("weight/000000", bytes(range(128)))
+    write_second(desk / "second.ninfer")
     ran = run("graft", "out.ninfer", "--component", "other", "--from", "second.ninfer", "--out", "three.ninfer", "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     with Artifact(desk / "three.ninfer") as artifact:
@@ -181,6 +186,31 @@ def test_a_damaged_input_leaves_nothing_behind(desk: Path, run: Any) -> None:
     before = sorted(path.name for path in desk.iterdir())
     run(*GRAFT).failed(1, "donor.ninfer.part-0002")
     assert sorted(path.name for path in desk.iterdir()) == before
+
+
+def test_damaged_payloads_are_not_copied(desk: Path, run: Any) -> None:
+    write_base(desk / "base.ninfer")
+    write_donor(desk / "donor.ninfer")
+    before = sorted(path.name for path in desk.iterdir())
+    for path, object_id in (("donor.ninfer", "weight/000002"), ("base.ninfer", "weight/000000")):
+        scale = donor.damage(desk / path, object_id, -1, b"\0\x7c")
+        run(*GRAFT).failed(1, f"{path}: object '{object_id}'", "scales, row 0", "the artifact is damaged; get it again")
+        assert sorted(path.name for path in desk.iterdir()) == before
+        donor.damage(desk / path, object_id, -1, scale)
+    assert run(*GRAFT).code == 0
+
+
+def test_a_base_made_here_is_held_to_its_digest(desk: Path, run: Any) -> None:
+    write_base(desk / "base.ninfer")
+    write_donor(desk / "donor.ninfer")
+    assert run(*GRAFT).code == 0
+    write_second(desk / "second.ninfer")
+    again = ("graft", "out.ninfer", "--component", "other", "--from", "second.ninfer", "--out", "three.ninfer")
+    legal = donor.damage(desk / "out.ninfer", RENAMED["weight/000003"], 0, b"\1")
+    run(*again).failed(1, "out.ninfer: provenance.payload is", "the artifact is damaged; get it again")
+    assert not (desk / "three.ninfer").exists()
+    donor.damage(desk / "out.ninfer", RENAMED["weight/000003"], 0, legal)
+    assert run(*again).code == 0
 
 
 def test_refuses_a_head_of_which_no_divisor_is_known(desk: Path, run: Any) -> None:
