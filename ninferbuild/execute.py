@@ -118,7 +118,7 @@ class Executor:
         for action in actions:
             parent = action.parent
             if parent.target.format in QUANT_FORMATS:
-                work = compiled.Work.SEARCH if parent.rule is grouped_search else compiled.Work.PACK
+                work = compiled.Work.SEARCH if parent.rule is grouped_search else compiled.Work.ENCODE
                 elements[work] += prod(parent.target.shape)
         for work, count in elements.items():
             if count >= work.value:

@@ -1,4 +1,4 @@
-"""The inner loops of the grouped quantisers, compiled for the CPU: what loads them, checks them and says what is ready.
+"""The grouped quantisers as loops compiled for the CPU: what loads them, checks them and says what is ready.
 
 Torch goes through a tile once for each operation; a loop that keeps a group in registers, or in the first cache, is
 bounded by arithmetic instead. Loops need numba (``pip install 'ninferbuild[cpu]'``) and are used only once they have
@@ -9,7 +9,9 @@ installed here.
 from __future__ import annotations
 
 from collections.abc import Callable
+import ctypes
 from enum import Enum
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 import threading
@@ -17,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ninferbuild.artifact.codecs import row_split
 from ninferbuild.artifact.formats import QUANT_FORMATS, QuantFormat
 from ninferbuild.digest import block_digest
+from ninferbuild.rules import machine_code
 from ninferbuild.rules.error_flags import ErrorFlags
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Work(Enum):
     A build with fewer is done before a compiler is loaded.
     """
 
-    PACK = 1 << 27
+    ENCODE = 1 << 27
     SEARCH = 1 << 26
 
 
@@ -71,17 +73,21 @@ def ready(work: Work, format: QuantFormat) -> bool:
     return (work, format.bits) in _ready
 
 
-def pack(rows: torch.Tensor, reciprocals: torch.Tensor, format: QuantFormat, planes: tuple[torch.Tensor, ...]) -> None:
-    """Fill planes with the codes ``clamp(round_half_even(float32(value) * reciprocal), qmin, qmax)``, packed.
+def encode(rows: torch.Tensor, format: QuantFormat, planes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Fill planes with what ``grouped_absmax`` makes of rows; see :mod:`ninferbuild.rules.groupwise`.
 
     Args:
         rows: bfloat16 ``[r, K]`` on the CPU, C-contiguous, ``K`` a multiple of 128.
-        reciprocals: float32 ``[r, K / group]``, contiguous.
-        planes: contiguous uint8: base and, for 5 and 6 bits, high; see :mod:`ninferbuild.artifact.codecs.row_split`.
+        planes: contiguous uint8: base, high (for 5 and 6 bits) and scale of
+            :mod:`ninferbuild.artifact.codecs.row_split`.
+
+    Returns:
+        the largest magnitude, float32, NaN where there is one. Unless it is finite the planes are not filled.
     """
-    high = planes[1] if len(planes) > 1 else planes[0][:0]
-    words = rows.view(torch.int16).reshape(-1).numpy().view("uint16")
-    _loops(Work.PACK)[format.bits](words, reciprocals.reshape(-1).numpy(), planes[0].numpy(), high.numpy())
+    base, *high, scales = (plane.data_ptr() for plane in planes)
+    loop = _loops(Work.ENCODE)[format.bits]
+    word = loop(rows.data_ptr(), rows.numel() // format.group_size, base, high[0] if high else None, scales)
+    return torch.tensor(word, dtype=torch.int16).view(torch.bfloat16).float()
 
 
 def search(
@@ -119,7 +125,7 @@ def search(
 
 
 def _load(work: Work) -> None:
-    agrees: Callable[[QuantFormat], bool] = {Work.PACK: _packs_alike, Work.SEARCH: _searches_alike}[work]
+    agrees: Callable[[QuantFormat], bool] = {Work.ENCODE: _encodes_alike, Work.SEARCH: _searches_alike}[work]
     try:
         for format in QUANT_FORMATS.values():
             if format.bits in _loops(work) and agrees(format):
@@ -138,53 +144,87 @@ def _loops(work: Work) -> Mapping[int, Any]:
 
 
 def _import(work: Work) -> Mapping[int, Any]:
-    """The loops of a module.
+    return _encoders() if work is Work.ENCODE else _searches()
 
-    The compiler keeps machine code in the user's cache directory, by the text that it was made from and not only, as it
-    would by itself, by the time and size of that file.
+
+def _encoders() -> Mapping[int, Any]:
+    """Loops of :mod:`ninferbuild.rules.compiled_loops`, which is imported only to compile them."""
+
+    def compile(bits: int) -> tuple[str, str]:
+        from ninferbuild.rules.compiled_loops import compile_encoder
+
+        return compile_encoder(bits)
+
+    arguments = (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 3)
+    texts = [Path(__file__).with_name(f"{name}.py") for name in ("compiled_loops", "compiled_numbers")]
+    return {
+        bits: machine_code.load(_folder(), f"encode{bits}", texts, partial(compile, bits), arguments)
+        for bits in (4, 5, 6, 8)
+    }
+
+
+def _searches() -> Mapping[int, Any]:
+    """Loops of :mod:`ninferbuild.rules.compiled_search`.
+
+    The compiler keeps machine code by the text that it was made from and not only, as it would by itself, by the time
+    and size of that file.
     """
     import numba
-    import platformdirs
 
     config: Any = numba.config
     if config.DISABLE_JIT:  # interpreted, the loops are a thousand times slower than torch
         return {}
-
     kept = config.CACHE_DIR
-    base = Path(platformdirs.user_cache_dir("ninferbuild", appauthor=False))
-    config.CACHE_DIR = str(base / "compiled" / _version(numba.__version__))
+    config.CACHE_DIR = str(_folder() / _version(numba.__version__))
     try:
-        # Either module takes its settings, and its place in the cache, when it is first imported.
-        from ninferbuild.rules import compiled_loops, compiled_search
+        # The module takes its settings, and its place in the cache, when it is first imported.
+        from ninferbuild.rules import compiled_search
     finally:
         config.CACHE_DIR = kept
-    return compiled_loops.PACK if work is Work.PACK else compiled_search.SEARCH
+    return compiled_search.SEARCH
+
+
+def _folder() -> Path:
+    """Where machine code is kept."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("ninferbuild", appauthor=False)) / "compiled"
 
 
 def _version(numba: str) -> str:
-    """What machine code is kept by: all that it is made from."""
-    names = ("compiled_loops.py", "compiled_search.py", "scale_bounds.py")
-    text = b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
+    """What the search's machine code is kept by: all that it is made from."""
+    text = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("compiled_search.py", "scale_bounds.py"))
     return block_digest(text + numba.encode()).hex()
 
 
-def _packs_alike(format: QuantFormat) -> bool:
-    """Whether a loop makes torch's bytes of every finite bfloat16 word, each with reciprocals that end in the middle of
-    the codes, at their bounds and beyond."""
-    words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    words = words[(words & 0x7FFF) < 0x7F80].reshape(-1, 128)
-    rows = words.view(torch.bfloat16).repeat(4, 1)
-    groups = rows.reshape(-1, format.group_size)
-    largest = groups.abs().amax(dim=-1).float().clamp_min(2.0**-126)
-    factors = torch.tensor([1.0, 0.9995, 1.5, 0.5]).repeat_interleave(len(largest) // 4)
-    reciprocals = (factors * format.qmax / largest).clamp_max(3.0e38)
-    codes = (groups.float() * reciprocals[:, None]).round_().clamp_(format.qmin, format.qmax).to(torch.int8)
-    wanted = row_split.pack_rows(
-        codes.reshape(len(rows), -1, format.group_size), torch.zeros(len(rows), 128 // format.group_size).half(), format
-    )[:-1]
+def _encodes_alike(format: QuantFormat) -> bool:
+    """Whether a loop makes torch's bytes, and finds the largest magnitudes that torch finds, or NaN."""
+    from ninferbuild.rules import groupwise  # which asks this module what is ready
+
+    rows = _trial_rows(format, groupwise.OVERFLOW * format.qmax)
+    wanted = groupwise.encode_by_torch(rows, format, ErrorFlags(rows.device))
     made = tuple(torch.empty_like(plane) for plane in wanted)
-    pack(rows, reciprocals, format, made)
-    return all(torch.equal(ours, theirs) for ours, theirs in zip(made, wanted, strict=True))
+    if encode(rows, format, made) != rows.abs().max() or not all(map(torch.equal, made, wanted)):
+        return False
+    for word in (0x4F7F, 0x7F7F, 0x7F80, -0x0080, 0x7F81, 0x7FFF, -1):  # too large, ± infinity, NaN
+        rows.view(torch.int16)[-1, 77] = word
+        if not torch.equal(encode(rows, format, made).nan_to_num(-1), rows.abs().max().float().nan_to_num(-1)):
+            return False
+    return True
+
+
+def _trial_rows(format: QuantFormat, limit: float) -> torch.Tensor:
+    """Bfloat16 ``[r, 128]``: groups for every largest magnitude below ``limit`` whose scale is not the least, for some
+    others, and of zeros; the lanes have either sign and go down to where codes are 0."""
+    first, last = torch.tensor([2.0**-26, limit]).bfloat16().view(torch.int16).tolist()
+    maxima = torch.cat([torch.arange(1, first, 7), torch.arange(first, last)])
+    # The last groups are not as many as a loop takes at a time.
+    maxima = maxima[len(maxima) % 128 + 4 :].to(torch.int16)[:, None]
+    lanes = torch.arange(format.group_size, dtype=torch.int16)
+    below = lanes * (1280 // format.group_size) + (lanes * 5 + maxima) % 3  # 1024 words are eight powers of two
+    words = (maxima - below * (lanes > 0)).clamp_min_(0)
+    words[:8] = 0
+    return (words | (lanes + maxima) % 2 << 15).view(-1, 128).view(torch.bfloat16)
 
 
 def _searches_alike(format: QuantFormat) -> bool:

@@ -1,6 +1,7 @@
-"""Compiled loops of :mod:`ninferbuild.rules.compiled`, which imports this module where numba is installed.
+"""Grouped absmax quantisation as compiled loops; :mod:`ninferbuild.rules.compiled` imports this module to compile them.
 
-Strict IEEE arithmetic: nothing is contracted or reordered (numba does so only with ``fastmath``).
+What :mod:`ninferbuild.rules.groupwise` does in several passes is done for some groups at a time, while they are in the
+first cache: maxima, scales and reciprocals, codes, packing.
 """
 
 from __future__ import annotations
@@ -8,91 +9,103 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numba
+from numba import types
 import numpy as np
 
+from ninferbuild.rules.compiled_numbers import half_value, half_word, pointer_to, seen_as, single_of, stack
+
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Callable
 
-    Bytes = NDArray[np.uint8]
+GROUPS = 64
+"""Groups that are taken through one step before the next: 8 KiB of weights."""
 
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
-inlined = numba.njit(inline="always", error_model="numpy")
+MAGNITUDE = np.uint16(0x7FFF)
+INFINITY = np.uint32(0x7F80)
+"""Infinity among the words of bfloat16; NaN is above."""
 
-HALF = np.uint32(16)
-NIBBLE = np.uint8(4)
-LOW = np.uint8(0x0F)
+SINGLE = np.int32(16)
+"""What a word of bfloat16 is shifted by to become that number in binary32."""
 
+NIBBLE, LOW, HIGH = np.uint16(4), np.uint16(0x0F), np.uint16(0xF0)
 
-@inlined
-def quantise(
-    words: NDArray[np.uint16],
-    start: int,
-    size: int,
-    reciprocal: np.float32,
-    qmin: np.float32,
-    qmax: np.float32,
-    bits: NDArray[np.uint32],
-    codes: Bytes,
-    first: int,
-) -> None:
-    """Codes of one group from ``codes[first]``, as two's complement bytes."""
-    for i in range(size):
-        bits[i] = np.uint32(words[start + i]) << HALF
-    values = bits.view(np.float32)
-    for i in range(size):
-        codes[first + i] = np.uint8(np.int8(max(min(np.rint(values[i] * reciprocal), qmax), qmin)))
+maxima_room = stack(types.uint16, GROUPS)
+reciprocals_room = stack(types.float32, GROUPS)
+codes_room = stack(types.uint8, 64)
+as_pairs, as_fours, as_eights = seen_as(types.uint16), seen_as(types.uint32), seen_as(types.uint64)
+
+BYTES, WORDS = pointer_to(types.uint8), pointer_to(types.uint16)
+SIGNATURE = types.uint32(WORDS, types.int64, BYTES, BYTES, WORDS)
 
 
-@inlined
-def pack_low(codes: Bytes, size: int, base: Bytes, start: int) -> None:
-    """The low nibbles of pairs of codes, the first of a pair lowest."""
-    for i in range(size // 2):
-        base[start + i] = (codes[2 * i] & LOW) | np.uint8(codes[2 * i + 1] << NIBBLE)
+def _encoder(bits: int, size: int, low: int, high: int) -> Callable[..., Any]:
+    """A loop for codes of ``bits`` bits from ``low`` to ``high`` in groups of ``size``."""
+    qmin, qmax, divisor = np.float32(low), np.float32(high), float(high)
+
+    def encode(words: Any, groups: int, base: Any, upper: Any, scales: Any) -> np.uint32:
+        """Fill the planes of ``groups`` groups of bfloat16 ``words``; ``upper`` is the high plane.
+
+        Returns:
+            the largest word without its sign. From infinity up, not all planes are filled.
+        """
+        maxima, reciprocals, codes = maxima_room(), reciprocals_room(), codes_room()
+        pairs, fours, eights = as_pairs(codes), as_fours(codes), as_eights(codes)
+        largest = np.uint32(0)
+        for first in range(0, groups, GROUPS):
+            count = min(GROUPS, groups - first)
+            for group in range(count):
+                start, most = (first + group) * size, np.uint16(0)
+                for i in range(size):
+                    most = max(most, np.uint16(words[start + i] & MAGNITUDE))
+                maxima[group] = most
+            for group in range(count):
+                largest = max(largest, np.uint32(maxima[group]))
+            if largest >= INFINITY:
+                return largest
+            for group in range(count):
+                bits_of_maximum = np.int32(maxima[group]) << SINGLE
+                word = half_word(np.float32(np.float64(single_of(bits_of_maximum)) / divisor))
+                scales[first + group] = np.uint16(min(word, bits_of_maximum))  # 0 where the maximum is
+                reciprocals[group] = np.float32(1.0 / np.float64(half_value(word)))
+            for group in range(count):
+                place, reciprocal = first + group, reciprocals[group]
+                for i in range(size):
+                    product = single_of(np.int32(words[place * size + i]) << SINGLE) * reciprocal
+                    codes[i] = np.uint8(np.int8(np.int32(max(min(np.rint(product), qmax), qmin))))
+                if bits == 8:
+                    for i in range(size):
+                        base[place * size + i] = codes[i]
+                    continue
+                for i in range(size // 2):  # the low nibbles of pairs of codes, the first of a pair lowest
+                    base[place * (size // 2) + i] = np.uint8((pairs[i] & LOW) | ((pairs[i] >> NIBBLE) & HIGH))
+                if bits == 5:  # bit 4 of eight codes moves to bit 56 and up, the first lowest
+                    for i in range(size // 8):
+                        ones = (eights[i] >> np.uint64(4)) & np.uint64(0x0101010101010101)
+                        upper[place * (size // 8) + i] = np.uint8(
+                            (ones * np.uint64(0x0102040810204080)) >> np.uint64(56)
+                        )
+                if bits == 6:  # bits 4 and 5 of four codes move to bit 24 and up
+                    for i in range(size // 4):
+                        twos = np.uint32((fours[i] >> np.uint32(4)) & np.uint32(0x03030303))
+                        upper[place * (size // 4) + i] = np.uint8(
+                            np.uint32(twos * np.uint32(0x01041040)) >> np.uint32(24)
+                        )
+        return largest
+
+    return encode
 
 
-@inlined
-def pack_high(codes: Bytes, size: int, width: int, mask: np.uint8, high: Bytes, start: int) -> None:
-    """Bits 4 and up of ``8 / width`` codes in one byte, the first lowest."""
-    lanes = 8 // width
-    for i in range(size // lanes):
-        word = np.uint8(0)
-        for k in range(lanes):
-            word |= np.uint8(((codes[lanes * i + k] >> NIBBLE) & mask) << np.uint8(width * k))
-        high[start + i] = word
+def compile_encoder(bits: int) -> tuple[str, str]:
+    """The name of a loop and LLVM's text of it: ``int name(uint32 *largest, void *, ...)``, see :data:`SIGNATURE`."""
+    settings: Any = dict(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    loop: Any = numba.njit(SIGNATURE, **settings)(ENCODERS[bits])
+    (made,) = loop.overloads.values()
+    return made.fndesc.llvm_func_name, made.library.get_llvm_str()
 
 
-@compiled
-def pack4(words: NDArray[np.uint16], reciprocals: NDArray[np.float32], base: Bytes, high: Bytes) -> None:
-    bits, codes = np.empty(64, np.uint32), np.empty(64, np.uint8)
-    for group in range(reciprocals.size):
-        quantise(words, 64 * group, 64, reciprocals[group], np.float32(-8), np.float32(7), bits, codes, 0)
-        pack_low(codes, 64, base, 32 * group)
-
-
-@compiled
-def pack5(words: NDArray[np.uint16], reciprocals: NDArray[np.float32], base: Bytes, high: Bytes) -> None:
-    bits, codes = np.empty(64, np.uint32), np.empty(64, np.uint8)
-    for group in range(reciprocals.size):
-        quantise(words, 64 * group, 64, reciprocals[group], np.float32(-16), np.float32(15), bits, codes, 0)
-        pack_low(codes, 64, base, 32 * group)
-        pack_high(codes, 64, 1, np.uint8(1), high, 8 * group)
-
-
-@compiled
-def pack6(words: NDArray[np.uint16], reciprocals: NDArray[np.float32], base: Bytes, high: Bytes) -> None:
-    bits, codes = np.empty(64, np.uint32), np.empty(64, np.uint8)
-    for group in range(reciprocals.size):
-        quantise(words, 64 * group, 64, reciprocals[group], np.float32(-32), np.float32(31), bits, codes, 0)
-        pack_low(codes, 64, base, 32 * group)
-        pack_high(codes, 64, 2, np.uint8(3), high, 16 * group)
-
-
-@compiled
-def pack8(words: NDArray[np.uint16], reciprocals: NDArray[np.float32], base: Bytes, high: Bytes) -> None:
-    bits = np.empty(32, np.uint32)
-    for group in range(reciprocals.size):
-        first = 32 * group
-        quantise(words, first, 32, reciprocals[group], np.float32(-127), np.float32(127), bits, base, first)
-
-
-PACK: dict[int, Any] = {4: pack4, 5: pack5, 6: pack6, 8: pack8}
+ENCODERS = {
+    4: _encoder(4, 64, -8, 7),
+    5: _encoder(5, 64, -16, 15),
+    6: _encoder(6, 64, -32, 31),
+    8: _encoder(8, 32, -127, 127),
+}

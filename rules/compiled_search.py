@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
-from ninferbuild.rules.compiled_loops import compiled, inlined
 from ninferbuild.rules.scale_bounds import LANE, SUM, USUAL
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     Singles = NDArray[np.float32]
     Words = NDArray[np.int32]
 
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+inlined = numba.njit(inline="always", error_model="numpy")
 helper = numba.njit(error_model="numpy")
 """Inlined by the back end: the front end would take twice as long to compile it at every place it is called from."""
 

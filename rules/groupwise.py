@@ -71,7 +71,16 @@ def group_scales(maxima: torch.Tensor, qmax: int, errors: ErrorFlags) -> tuple[t
         float16 scales and positive float32 reciprocals, shaped like ``maxima``. A zero group has scale 0 and some
         finite reciprocal: its codes are 0 whatever that is.
     """
-    largest = maxima.amax()
+    check_largest(maxima.amax(), qmax, errors)
+    # Every quotient below the smallest scale either rounds to it or underflows, and is then set to it.
+    quotients = maxima.double().div_(qmax).clamp_min_(SMALLEST_SCALE)
+    scales = quotients.float().half()
+    reciprocals = scales.double().reciprocal_().float()
+    return scales.masked_fill_(maxima == 0, 0.0), reciprocals
+
+
+def check_largest(largest: torch.Tensor, qmax: int, errors: ErrorFlags) -> None:
+    """Note to ``errors`` what makes a largest magnitude, a float32 scalar, impossible to quantise."""
     errors.note(
         ~(largest < math.inf),
         "grouped quantization source contains NaN or infinity; keep it in bf16 with cast_direct, or mend the weights",
@@ -80,11 +89,6 @@ def group_scales(maxima: torch.Tensor, qmax: int, errors: ErrorFlags) -> tuple[t
         largest >= OVERFLOW * qmax,
         "grouped quantization scale is not finite and positive: the weights are too large; keep them in bf16",
     )
-    # Every quotient below the smallest scale either rounds to it or underflows, and is then set to it.
-    quotients = maxima.double().div_(qmax).clamp_min_(SMALLEST_SCALE)
-    scales = quotients.float().half()
-    reciprocals = scales.double().reciprocal_().float()
-    return scales.masked_fill_(maxima == 0, 0.0), reciprocals
 
 
 def quantize_rows(
@@ -137,8 +141,17 @@ def encode_matrix(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags)
     require_floating_matrix(weight)
     geometry = row_split_geometry(format, (weight.shape[0], weight.shape[1]))
     whole = weight.dtype == torch.bfloat16 and weight.shape[1] == geometry.padded_columns
-    if whole and weight.device.type == "cpu" and compiled.ready(compiled.Work.PACK, format):
-        return _encode_compiled(weight.contiguous(), format, errors, geometry)
+    if whole and weight.device.type == "cpu" and compiled.ready(compiled.Work.ENCODE, format):
+        # A loop looks at all groups once, so that tiles would only make threads wait for the interpreter.
+        planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8) for plane in geometry.planes)
+        check_largest(compiled.encode(weight.contiguous(), format, planes), format.qmax, errors)
+        return planes
+    return encode_by_torch(weight, format, errors)
+
+
+def encode_by_torch(weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags) -> tuple[torch.Tensor, ...]:
+    """What :func:`encode_matrix` makes of a floating matrix, on any device."""
+    geometry = row_split_geometry(format, (weight.shape[0], weight.shape[1]))
 
     def tiles() -> Iterator[tuple[int, int, QuantizedMatrix]]:
         scratch: Scratch | None = None
@@ -161,21 +174,6 @@ def packed_planes(
         for plane, packed in zip(planes, row_split.pack_rows(tile.codes, tile.scales, format), strict=True):
             row_bytes = len(plane) // geometry.rows
             plane[begin * row_bytes : end * row_bytes] = packed
-    return planes
-
-
-def _encode_compiled(
-    weight: torch.Tensor, format: QuantFormat, errors: ErrorFlags, geometry: RowSplitGeometry
-) -> tuple[torch.Tensor, ...]:
-    """:func:`encode_matrix` with the compiled loops: whole rows of bfloat16 on the CPU.
-
-    The loops look at a group once, so that tiles would save no traffic and only make threads wait for the interpreter.
-    """
-    planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8) for plane in geometry.planes)
-    groups = weight.view(geometry.rows, -1, format.group_size)
-    scales, reciprocals = group_scales(bfloat16_maxima(groups), format.qmax, errors)
-    compiled.pack(weight, reciprocals, format, planes[:-1])
-    planes[-1].copy_(scales.view(torch.uint8).view(-1))
     return planes
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+import ctypes
 import importlib.metadata
 import importlib.util
 from pathlib import Path
@@ -32,7 +33,7 @@ FORMATS = [format for format in QUANT_FORMATS.values() if format.bits > 2]
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> Iterator[None]:
-    assert compiled.load_now(Work.PACK)
+    assert compiled.load_now(Work.ENCODE)
     assert compiled.load_now(Work.SEARCH)
     yield
     compiled._ready.clear()
@@ -90,12 +91,47 @@ def test_same_bytes_as_torch(
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.0e38])
-def test_the_same_numbers_are_refused(format: QuantFormat, value: float) -> None:
-    weight = torch.ones(3, 256, dtype=torch.bfloat16)
-    weight[1, 77] = value
-    with pytest.raises(ValueError, match=r"NaN or infinity|too large"):
-        encoded(weight, format, fast=True)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_same_numbers_are_refused(format: QuantFormat, data: st.DataObject, seed: int) -> None:
+    """Some words of any kind, NaN and infinity and what is too large among them, anywhere in an otherwise good block:
+    the same bytes, or the same message."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(data.draw(st.integers(1, 70)), 256, generator=generator).bfloat16()
+    words = st.one_of(
+        st.integers(0, 0xFFFF),
+        st.sampled_from([0x0001, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0xFFFF, 0x7F7F]),
+        st.integers(0x4700, 0x4C00),  # about as large as scales allow
+    )
+    for place, word in data.draw(st.dictionaries(st.integers(0, weight.numel() - 1), words, max_size=4)).items():
+        weight.view(torch.int16).view(-1)[place] = word - (word >> 15 << 16)
+    assert outcome(weight, format, fast=True) == outcome(weight, format, fast=False)
+
+
+def outcome(weight: torch.Tensor, format: QuantFormat, *, fast: bool) -> list[bytes] | str:
+    try:
+        return encoded(weight, format, fast=fast)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@given(groups=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_nothing_is_written_beyond_the_planes(format: QuantFormat, groups: int, seed: int) -> None:
+    """Of any number of groups, with memory on both sides of every plane and NaN on both sides of the weights."""
+    size = format.group_size
+    rows = torch.full((groups + 2, size), float("nan"), dtype=torch.bfloat16)
+    rows[1:-1] = torch.randn(groups, size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    lengths = [length for length in (size // 8 * min(format.bits, 4), format.high_bytes, 2) if length]
+    lengths[0] = size if format.bits == 8 else size // 2
+    planes = [torch.full(((groups + 2) * length,), 0xA5, dtype=torch.uint8) for length in lengths]
+    inner = tuple(plane[length:-length] for plane, length in zip(planes, lengths, strict=True))
+    largest = compiled.encode(rows[1:-1], format, inner)
+    assert largest == rows[1:-1].abs().max()
+    for plane, length in zip(planes, lengths, strict=True):
+        assert torch.equal(plane[:length], torch.full_like(plane[:length], 0xA5))
+        assert torch.equal(plane[-length:], torch.full_like(plane[-length:], 0xA5))
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -161,20 +197,40 @@ def test_the_search_refuses_the_same_numbers(value: float) -> None:
             searched(weight, FORMATS[0], None, negative=False, fast=fast)
 
 
-@pytest.mark.parametrize(("work", "changed"), [(Work.PACK, 2), (Work.SEARCH, 7), (Work.SEARCH, 8)])
-def test_other_loops_are_not_used(monkeypatch: pytest.MonkeyPatch, work: Work, changed: int) -> None:
-    """One bit of one result is another one: of the base plane; of the codes; of the scales."""
+@pytest.mark.parametrize(
+    ("work", "changed", "bits"),
+    [(Work.ENCODE, 2, 4), (Work.ENCODE, 3, 5), (Work.ENCODE, 4, 8), (Work.SEARCH, 7, 4), (Work.SEARCH, 8, 8)],
+)
+def test_other_loops_are_not_used(monkeypatch: pytest.MonkeyPatch, work: Work, changed: int, bits: int) -> None:
+    """One bit of one result is another one: of the base, high and scale planes; of the codes; of the scales."""
 
-    def wrong(*arguments: Any) -> None:
-        right(*arguments)
-        arguments[changed][-1] ^= 1
+    def wrong(*arguments: Any) -> Any:
+        result = right(*arguments)
+        memory = arguments[changed]
+        if work is Work.ENCODE:
+            memory = (ctypes.c_uint8 * 1000).from_address(memory)
+        memory[-1] ^= 1
+        return result
 
     loops = dict(compiled._loops(work))
-    right, loops[4] = loops[4], wrong
+    right, loops[bits] = loops[bits], wrong
     monkeypatch.setitem(compiled._imported, work, loops)
     monkeypatch.setattr(compiled, "_ready", set())
     assert not compiled.load_now(work)
-    assert compiled._ready == {(work, 5), (work, 6), (work, 8)}
+    assert compiled._ready == {(work, other) for other in (4, 5, 6, 8) if other != bits}
+
+
+@pytest.mark.parametrize("change", [lambda word: word ^ 1, lambda word: min(word, 0x7F80), lambda word: 0])
+def test_loops_that_miss_a_magnitude_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]
+) -> None:
+    """What is too large, infinite or NaN is told by the largest word alone."""
+    loops = dict(compiled._loops(Work.ENCODE))
+    right, loops[6] = loops[6], lambda *arguments: change(right(*arguments))
+    monkeypatch.setitem(compiled._imported, Work.ENCODE, loops)
+    monkeypatch.setattr(compiled, "_ready", set())
+    assert not compiled.load_now(Work.ENCODE)
+    assert (Work.ENCODE, 6) not in compiled._ready
 
 
 @pytest.mark.parametrize("work", Work)
@@ -213,7 +269,7 @@ def test_loaded_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch, work
         (grouped_search, (8192, 8192), [Work.SEARCH]),
         (grouped_search, (8191, 8192), []),
         (grouped_absmax, (8192, 8192), []),
-        (grouped_absmax, (1 << 17, 1 << 10), [Work.PACK]),
+        (grouped_absmax, (1 << 17, 1 << 10), [Work.ENCODE]),
     ],
 )
 def test_large_builds_load_what_they_use(
@@ -240,12 +296,9 @@ def test_without_numba_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not compiled._started
 
 
-def test_machine_code_is_kept_by_the_text_it_was_made_from() -> None:
+def test_the_search_is_kept_by_the_text_it_was_made_from() -> None:
     folder = Path(compiled.__file__).parent
-    text = b"".join(
-        (folder / name).read_bytes() for name in ("compiled_loops.py", "compiled_search.py", "scale_bounds.py")
-    )
+    text = b"".join((folder / name).read_bytes() for name in ("compiled_search.py", "scale_bounds.py"))
     version = block_digest(text + importlib.metadata.version("numba").encode()).hex()
-    for work in Work:
-        for loop in compiled._loops(work).values():
-            assert f"/ninferbuild/compiled/{version}/" in str(loop._cache.cache_path)
+    for loop in compiled._loops(Work.SEARCH).values():
+        assert f"/ninferbuild/compiled/{version}/" in str(loop._cache.cache_path)
