@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
-import subprocess
 import sys
-import time
 
 from fixtures import gguf_hybrid
+from fixtures.gguf_desk import GgufDesk
 from fixtures.gguf_files import BLOCKS
 from fixtures.gguf_hybrid import BF16, IQ4_NL, Q2_0, Q4_0, Export
-from fixtures.workbench import REPOSITORY, fingerprints, ninferbuild
+from fixtures.workbench import fingerprints, ninferbuild
 import pytest
 
-from ninferbuild import build, load_target, open_artifact
+from ninferbuild import open_artifact
 from ninferbuild.artifact.reader import Artifact
-from ninferbuild.build import BuildResult
-from ninferbuild.memo import SETTLED_NS
 from ninferbuild.verify import verify
 
 TESTS = Path(__file__).parent
@@ -58,37 +53,20 @@ TYPES = {
 }
 
 
-class Desk:
-    """A directory with a target; the export that its source holds."""
-
-    def __init__(self, root: Path, *, moe: bool):
-        self.root = root
-        self.export = gguf_hybrid.export(moe=moe, mtp=True, types=TYPES)
-        self.gguf = self.export.write(root / "model.gguf")
-        gguf_hybrid.write_base(root / "model", moe=moe)
-        (root / "recipe.py").write_text(RECIPE)
-        (root / "ninferbuild.toml").write_text(TARGET.format(function="mixture" if moe else "dense"))
-
-    def build(self, *sets: str) -> BuildResult:
-        return build(load_target("t", self.root, sets=sets))
-
-    def change(self, tensor: str) -> None:
-        """Turn the bits of the first byte of a tensor over."""
-        whole, raw = self.gguf.read_bytes(), self.export.tensors[tensor][3]
-        at = whole.index(raw)
-        with self.gguf.open("r+b") as file:
-            file.seek(at)
-            file.write(bytes([whole[at] ^ 0xFF]))
+Desk = GgufDesk[Export]
 
 
-def settle(path: Path) -> None:
-    """Wait until digests of the file may be remembered."""
-    time.sleep(max(0.0, path.stat().st_ctime + SETTLED_NS / 1e9 + 0.1 - time.time()))
+def desk_of(root: Path, *, moe: bool) -> Desk:
+    gguf_hybrid.write_base(root / "model", moe=moe)
+    export = gguf_hybrid.export(moe=moe, mtp=True, types=TYPES)
+    return GgufDesk(
+        root, export, "model.gguf", recipe=RECIPE, target=TARGET.format(function="mixture" if moe else "dense")
+    )
 
 
 @pytest.fixture(params=[False, True], ids=["dense", "mixture"])
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Desk:
-    return Desk(tmp_path, moe=request.param)
+    return desk_of(tmp_path, moe=request.param)
 
 
 def require_rows(artifact: Artifact, export: Export) -> None:
@@ -111,7 +89,7 @@ def require_rows(artifact: Artifact, export: Export) -> None:
 
 def test_a_build_and_the_next(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)  # blocks and gates need no other package
-    settle(desk.gguf)
+    desk.settle()
     first = desk.build()
     assert first.executed + first.cached == first.total > 0
     with open_artifact(desk.root / "t.ninfer") as artifact:
@@ -125,27 +103,12 @@ def test_a_build_and_the_next(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> No
 
     # One tensor of one layer changes: of the parents only its own is made again.
     for tensor in ("blk.1.ssm_out.weight", "blk.2.ssm_a"):
-        desk.change(tensor)
+        desk.overwrite(tensor, bytes([desk.export.tensors[tensor][3][0] ^ 0xFF]))
         assert desk.build().executed == 1
 
 
 def test_a_plan_loads_no_torch(desk: Desk) -> None:
-    code = (
-        "import sys\nfrom ninferbuild.cli import main\ncode = main(['plan', 't', '--json'])\n"
-        "loaded = sorted(name for name in sys.modules if name.partition('.')[0] in ('torch', 'gguf'))\n"
-        "sys.exit(code or ', '.join(loaded[:3]) or 0)\n"
-    )
-    search = os.pathsep.join(map(str, (TESTS, REPOSITORY)))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=desk.root,
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["actions"]
+    assert desk.planned_without_torch()["actions"]
 
 
 def test_a_moved_and_rewritten_file_is_the_same(desk: Desk) -> None:
@@ -159,7 +122,7 @@ def test_a_moved_and_rewritten_file_is_the_same(desk: Desk) -> None:
 
 
 def test_faults_are_told_before_anything_is_encoded(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, moe=False)
+    desk = desk_of(tmp_path, moe=False)
     del desk.export.tensors["output.weight"]
     desk.export.write(desk.gguf)
     done = ninferbuild("build", cwd=tmp_path, path=[TESTS])
