@@ -102,7 +102,8 @@ def _validate(recipe: Recipe, key: AuxiliaryKey, value: AuxiliaryValue) -> None:
     if role == ACTIVATION_DIVISOR:
         if value.format != "fp32" or shape != ():
             raise ValueError(f"auxiliary {_spelled(key)} must be an FP32 scalar, not {value.format} of shape {shape}")
-        AuxiliaryValue.activation_divisor(value.data)
+        AuxiliaryValue.activation_divisor(value.data)  # which refuses another length too
+        return
     if role == INPUT_COLUMNS:
         _require_blocks(recipe, key)
     size = encoded_size(default_layout(value.format), value.format, shape)

@@ -51,8 +51,13 @@ def bindings_of(recipe: Recipe, parents: Iterable[tuple[TensorSpec, Iterable[Fra
 
 
 def _binding(name: str, shape: tuple[int, ...], stored: list[_Place]) -> Binding:
-    if len(stored) > 1:
-        stored.sort(key=lambda place: place[0])
+    if len(stored) == 1:
+        ((begin, part, target),) = stored
+        if begin == 0 and part.last - part.first == prod(shape):  # as nearly always: one fragment, and all of it
+            if part.first == 0 and target.shape == shape:
+                return {"object": target.id}
+            return {"parts": [{"object": target.id, "range": [part.first, part.last]}]}
+    stored.sort(key=lambda place: place[0])
     cursor = 0
     for begin, fragment, _ in stored:
         if begin != cursor:
@@ -60,8 +65,6 @@ def _binding(name: str, shape: tuple[int, ...], stored: list[_Place]) -> Binding
         cursor += fragment.last - fragment.first
     if cursor != prod(shape):
         raise ValueError(f"{name}: coverage size is incorrect: {cursor} of {prod(shape)} elements")
-    if len(stored) == 1 and stored[0][1].first == 0 and stored[0][2].shape == shape:
-        return {"object": stored[0][2].id}
     return {"parts": [{"object": target.id, "range": [part.first, part.last]} for _, part, target in stored]}
 
 

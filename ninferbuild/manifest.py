@@ -11,10 +11,10 @@ result cannot exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from ninferbuild.artifact.layouts import CODEC_VERSIONS
@@ -30,16 +30,14 @@ MANIFEST_VERSION = 1
 """Part of every manifest; changes when the text changes for unchanged inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """An open digest of a template: the line's name and how much will be digested (``16384 bytes``)."""
 
     line: str
     amount: str
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
+class Template(msgspec.Struct, frozen=True):
     """A manifest whose digests are open.
 
     Attributes:

@@ -81,7 +81,7 @@ class Memo:
 
     def lies_in_memory(self, region: Region) -> bool:
         """Whether no byte of the region comes from a file."""
-        return all(self._file(span.file)[1] is None for span in region.spans)
+        return all(self._file(file)[1] is None for file in region.files)
 
     def known(self, regions: Sequence[Region], keys: Sequence[bytes]) -> list[bytes | None]:
         """Remembered digests, None where a region has to be read."""
@@ -94,7 +94,7 @@ class Memo:
         return found
 
     def _may_trust(self, region: Region) -> bool:
-        return all(self._trusts_file(span.file) for span in region.spans)
+        return all(map(self._trusts_file, region.files))
 
     def _trusts_file(self, file: SourceFile) -> bool:
         identity = self._file(file)[1]
@@ -112,9 +112,9 @@ class Memo:
 
     def keepable(self, region: Region, hashed_at_ns: int) -> bool:
         """Whether a digest taken at ``hashed_at_ns`` (wall clock) may be remembered."""
-        for span in region.spans:
-            identity = self._file(span.file)[1]
-            if identity is None or not self._trusts_file(span.file):
+        for file in region.files:
+            identity = self._file(file)[1]
+            if identity is None or not self._trusts_file(file):
                 return False
             if hashed_at_ns - max(identity.mtime_ns, identity.ctime_ns) < SETTLED_NS:
                 return False
@@ -126,7 +126,7 @@ class Memo:
         Raises:
             SourceChangedError: one of them was modified in the meantime.
         """
-        for file in {id(span.file): span.file for region in regions for span in region.spans}.values():
+        for file in {id(file): file for region in regions for file in region.files}.values():
             before = self._file(file)[1]
             if before is not None and file.identity() != before:
                 raise SourceChangedError(f"{before.path}: the file changed while it was read; build again")

@@ -15,7 +15,6 @@ from ninferbuild import link as linker
 from ninferbuild.artifact.layouts import encoded_size
 from ninferbuild.cache import Cache, Writer
 from ninferbuild.configure import configured
-from ninferbuild.history import Explainer, Explanation
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.plan import plan_parents, prepare_user_method
 from ninferbuild.publish import behind_link
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import networkx
 
     from ninferbuild.artifact.schema import Directory
+    from ninferbuild.history import Explanation
     from ninferbuild.importance_use import ImportanceUse
     from ninferbuild.plan import Parent, PlannedRecipe
     from ninferbuild.recipe import Recipe
@@ -122,6 +122,8 @@ def plan(
     with previewed(target, hash_sources=hash_sources, device=device, rehash=rehash) as (session, cache):
         explanations = None
         if explain:
+            from ninferbuild.history import Explainer
+
             running = [action for action in session.actions if action.record is None]
             explanations = tuple(Explainer(cache, target.identity).explain(running))
         contents = session.contents()

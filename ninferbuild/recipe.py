@@ -136,10 +136,13 @@ class Recipe:
         patterns = (selectors,) if isinstance(selectors, str) else tuple(selectors)
         if not patterns:
             raise ValueError("parameter selectors must not be empty")
-        if self._names is None or len(self._names) != len(self.selections):
-            self._names = NameIndex(self.selections)
         found: dict[str, None] = {}
         for pattern in patterns:
+            if pattern in self.selections:  # far the commonest, and an index of very many names takes its time
+                found[pattern] = None
+                continue
+            if self._names is None or len(self._names) != len(self.selections):
+                self._names = NameIndex(self.selections)
             names = self._names.find(pattern)
             if not names:
                 hint = "; call recipe.add_parameter(...) for it first" if pattern in self.model.parameters else ""
@@ -381,6 +384,9 @@ def _rewritten(selections: list[Selection], begin: int, end: int, changes: _Chan
     """Selections with ``changes`` made to elements ``[begin, end)``; those that straddle a bound are split."""
     result = []
     for item in selections:
+        if begin <= item.begin < item.end <= end:  # nearly all
+            result.append(changes.made_to(item, item.begin, item.end))
+            continue
         first, last = max(item.begin, begin), min(item.end, end)
         if first >= last:
             result.append(item)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import version
 import json
 import os
 from pathlib import Path
@@ -91,6 +90,8 @@ def make_report(
         device: what encoded; None when nothing had to be encoded.
         preparation_seconds: from the start to the first action.
     """
+    from importlib.metadata import version  # slow to load, and a build that finds all up to date writes no report
+
     target = configured.target
     directory = layout.directory
     return {

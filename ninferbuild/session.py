@@ -179,7 +179,7 @@ class Session:
             for region, digest in zip(action.regions, action.digests, strict=True):
                 if region is None:
                     continue
-                for file in {id(span.file): span.file for span in region.spans}.values():
+                for file in region.files:
                     if id(file) not in names:
                         names[id(file)] = self.configured.sources.name_of(file)
                     name = names[id(file)]

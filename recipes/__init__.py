@@ -32,12 +32,11 @@ RecipeFunction = Callable[[Any, Any, Any], Any]
 
 
 class RecipeRegistry(Mapping[str, RecipeFunction]):
-    """Recipe name → recipe. Families are imported when a recipe is first looked up, registered ones when it is new."""
+    """Recipe name → recipe. Families are imported in their order until one has the recipe, registered ones last."""
 
-    @cached_property
-    def _built_in(self) -> dict[str, RecipeFunction]:
-        families = [import_module(name).RECIPES for name in BUILT_IN]
-        return {name: function for family in families for name, function in family.items()}
+    @staticmethod
+    def _families() -> Iterator[Mapping[str, RecipeFunction]]:
+        return (import_module(name).RECIPES for name in BUILT_IN)
 
     @cached_property
     def _registered(self) -> dict[str, RecipeFunction]:
@@ -54,14 +53,16 @@ class RecipeRegistry(Mapping[str, RecipeFunction]):
         return recipes
 
     def __getitem__(self, name: str) -> RecipeFunction:
-        return self._built_in[name] if name in self._built_in else self._registered[name]
+        for family in self._families():
+            if name in family:
+                return family[name]
+        return self._registered[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._built_in
-        yield from (name for name in self._registered if name not in self._built_in)
+        return iter(dict.fromkeys(name for family in (*self._families(), self._registered) for name in family))
 
     def __len__(self) -> int:
-        return len(self._built_in.keys() | self._registered.keys())
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return f"<official recipes: {', '.join(self)}>"

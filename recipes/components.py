@@ -24,7 +24,7 @@ _SENSITIVE = (
 
 def projections(model: Model, prefix: str | tuple[str, ...] = "") -> list[str]:
     """Names of the parameters below ``prefix`` that multiply an input, in model order."""
-    return [name for name, parameter in model.parameters.items() if parameter.projection and name.startswith(prefix)]
+    return [name for name, parameter in model.parameters.items() if name.startswith(prefix) and parameter.projection]
 
 
 def quantize(recipe: Recipe, names: Iterable[str], choose: Callable[[str], str | None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 import struct
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ninferbuild.artifact.formats import (
     FP8_E4M3FN_ROW_BF16,
@@ -42,8 +42,7 @@ class ImportState:
     weight_divisors: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(NamedTuple):
     """What one input offers: the format of its encoded rows and, for NVFP4, the divisor of its weights."""
 
     format: str

@@ -36,7 +36,7 @@ def command(
     PATTERN is a selector as in recipes: an exact name, or one with *, ? and [...]. With convert's options instead of a
     target, the only argument is PATTERN.
     """
-    from ninferbuild.build import parameters
+    from ninferbuild.preview import parameters
 
     by_options = any(options[key] for key in ("model", "recipe"))
     names, pattern = ((), words) if by_options else (words[:1], words[1:])

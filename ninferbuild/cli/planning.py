@@ -11,7 +11,7 @@ from ninferbuild.target import Target
 from ninferbuild.units import format_size
 
 if TYPE_CHECKING:
-    from ninferbuild.build import BuildPlan
+    from ninferbuild.preview import BuildPlan
 
 _STATES = {"cached": "cached", "run": "to run", "unknown": "unknown until the source is hashed (see plan --hash)"}
 
@@ -26,7 +26,7 @@ def plan_targets(
     explain: bool = False,
 ) -> None:
     """Plan ``targets`` and print each plan: text, or JSON on one line."""
-    from ninferbuild.build import plan
+    from ninferbuild.preview import plan
 
     for index, target in enumerate(targets):
         result = plan(target, hash_sources=hash_sources, device=device, rehash=rehash, explain=explain)

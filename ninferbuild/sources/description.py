@@ -7,9 +7,11 @@ the same description and its bytes into tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
 import struct
+
+import msgspec
+from msgspec.structs import force_setattr, replace
 
 from ninferbuild.artifact.formats import GGUF_FORMATS
 from ninferbuild.sources.dtypes import WORD_BYTES
@@ -18,30 +20,37 @@ from ninferbuild.sources.regions import Region
 from ninferbuild.sources.steps import Step, are_elementwise, for_rows, for_shape, gathered, is_row_local
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, eq=False):
     """One region of a source and how the rows of the source lie in it.
 
     The region is a sequence of entries of ``row_bytes`` bytes. An entry serves ``rows`` consecutive rows along the
     leading axis; with 1, the rule, the entries are read along with the rows. A part with more rows an entry, or with
     ``row_bytes`` 0 (the whole region belongs to every row), is a table and read before the first row.
 
-    ``name`` is the stored tensor, for error messages only.
+    ``name`` is the stored tensor, for error messages only; parts are equal whatever it is.
     """
 
     role: str  # "values", "codes", "scales"
     region: Region
     row_bytes: int
     rows: int = 1
-    name: str = field(default="", compare=False)
+    name: str = ""
+
+    def _compared(self) -> tuple[str, Region, int, int]:
+        return self.role, self.region, self.row_bytes, self.rows
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if isinstance(other, Part) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
 
     @property
     def table(self) -> bool:
         return self.row_bytes == 0 or self.rows > 1
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(msgspec.Struct, frozen=True):
     """Regions, decoder and transformations of one input.
 
     Two descriptions that are equal but for the files behind their regions decode to the same values exactly when the
@@ -74,11 +83,11 @@ class Description:
 
     def __post_init__(self) -> None:
         if not self.stored_shape and not self.steps:
-            object.__setattr__(self, "stored_shape", self.shape)
+            force_setattr(self, "stored_shape", self.shape)
         if not self.positions and self.stored_shape:
             for part in self.parts:
                 if part.rows > 1:
-                    object.__setattr__(self, "positions", ((0, self.stored_shape[0]),))
+                    force_setattr(self, "positions", ((0, self.stored_shape[0]),))
 
     @property
     def stored_dtype(self) -> str:

@@ -8,13 +8,15 @@ its values are known only by reading them. Nothing here reads or imports torch b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from operator import index
 from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ninferbuild.sources.description import Description, Part
 from ninferbuild.sources.dtypes import NAMES_OF_NUMPY, NAMES_OF_TORCH, WORD_BYTES

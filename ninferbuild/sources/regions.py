@@ -6,9 +6,11 @@ Nothing here imports torch or reads weight payloads on its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from ninferbuild.sources.ranges import Concatenation, Range
 
@@ -40,8 +42,7 @@ class SourceFile(Protocol):
         """Fill ``buffer`` from ``offset``. Thread-safe. Raises ``ValueError`` naming the file when it is too short."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):  # made in a tenth of the time of a frozen dataclass, once a parameter and more
     """Consecutive bytes ``[begin, end)`` of one file."""
 
     file: SourceFile
@@ -49,12 +50,20 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Spans in consumption order; neighbours that join up are one span."""
+class Region(msgspec.Struct, frozen=True, eq=False):
+    """Spans in consumption order; neighbours that join up are one span. Regions of equal spans are equal."""
 
     spans: tuple[Span, ...]
-    _index: Concatenation | None = field(default=None, init=False, repr=False, compare=False)
+    _index: Concatenation | None = None  # the positions of several spans, made when they are first asked for
+
+    def __eq__(self, other: object) -> bool:
+        return self.spans == other.spans if isinstance(other, Region) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __repr__(self) -> str:
+        return f"Region(spans={self.spans!r})"
 
     @staticmethod
     def of(spans: Iterable[Span]) -> Region:
@@ -71,6 +80,13 @@ class Region:
         return Region(tuple(joined))
 
     @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files of the spans, each once, in order."""
+        if len(self.spans) == 1:
+            return (self.spans[0].file,)
+        return tuple({id(span.file): span.file for span in self.spans}.values())
+
+    @property
     def length(self) -> int:
         """Bytes of the region."""
         if len(self.spans) == 1:
@@ -81,7 +97,7 @@ class Region:
         index = self._index
         if index is None:
             index = Concatenation((span.begin, span.end) for span in self.spans)
-            object.__setattr__(self, "_index", index)
+            msgspec.structs.force_setattr(self, "_index", index)
         return index
 
     def select(self, ranges: Sequence[Range]) -> Region:

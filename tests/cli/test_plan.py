@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Plan:
 def planned(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Target, Any]]:
     """Targets that were planned or whose parameters were listed, with the options."""
     calls: list[tuple[Target, Any]] = []
-    module: Any = sys.modules["ninferbuild.build"]
+    module: Any = ModuleType("ninferbuild.preview")
 
     def plan(target: Target, **options: Any) -> Plan:
         calls.append((target, options))
@@ -40,6 +41,7 @@ def planned(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Target, 
 
     module.plan = plan
     module.parameters = parameters
+    monkeypatch.setitem(sys.modules, "ninferbuild.preview", module)
     return calls
 
 

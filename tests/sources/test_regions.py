@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 import pytest
 
 from ninferbuild.sources.description import Description, Part
@@ -114,20 +114,20 @@ def test_steps_accumulate_after_a_transposition():
 
 def test_names_are_for_messages_only():
     one = described(3)
-    other = dataclasses.replace(one, parts=(dataclasses.replace(one.parts[0], name="renamed"),))
+    other = replace(one, parts=(replace(one.parts[0], name="renamed"),))
     assert one == other
 
 
 def test_a_table_for_all_rows_stays_whole():
     table = Part("scales", Region.of([Span(TWO, 0, 2)]), 0)
-    both = dataclasses.replace(described(10), parts=(*described(10).parts, table))
+    both = replace(described(10), parts=(*described(10).parts, table))
     assert both.select_rows([(4, 6)]).parts[1] == table
 
 
 def blocked(rows: int) -> Description:
     """Entries of 2 bytes that serve 4 rows each; entry e holds the bytes (2e, 2e + 1) of ``TWO``."""
     table = Part("scales", Region.of([Span(TWO, 0, -(-rows // 4) * 2)]), 2, rows=4)
-    return dataclasses.replace(described(rows), parts=(*described(rows).parts, table), positions=())
+    return replace(described(rows), parts=(*described(rows).parts, table), positions=())
 
 
 def entry_of_rows(description: Description) -> list[bytes]:
