@@ -23,6 +23,7 @@ from ninferbuild.artifact.formats import QUANT_FORMATS, QuantFormat
 from ninferbuild.digest import block_digest
 from ninferbuild.rules import machine_code
 from ninferbuild.rules.error_flags import ErrorFlags
+from ninferbuild.rules.search_trial import differing_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -229,45 +230,5 @@ def _trial_rows(format: QuantFormat, limit: float) -> torch.Tensor:
 
 def _searches_alike(format: QuantFormat) -> bool:
     """Whether a loop finds torch's scales and codes for weights of all magnitudes and all kinds of importance."""
-    from ninferbuild.rules import scale_search  # which asks this module what is ready
-    from ninferbuild.rules.groupwise import group_scales
-
-    columns = 256
-    values, weights = _trial_values(columns, format), _trial_importance(columns)
-    groups = values.view(len(values), -1, format.group_size)
-    maxima = groups.abs().amax(dim=-1)
-    canonical, _ = group_scales(maxima, format.qmax, ErrorFlags(values.device))
-    for importance in (None, weights):
-        for negative in (False, True):
-            codes, scales = search(values, maxima, canonical, importance, format, negative=negative)
-            wanted = scale_search.search_by_torch(values, maxima, canonical, importance, format, negative=negative)
-            same = torch.equal(codes, wanted.codes)
-            if not (same and torch.equal(scales.view(torch.int16), wanted.scales.view(torch.int16))):
-                return False
-    return True
-
-
-def _trial_values(columns: int, format: QuantFormat) -> torch.Tensor:
-    """Float32 ``[r, columns]``: every magnitude from where scales underflow to where they are about to overflow, as
-    normal and as heavy-tailed numbers, as multiples of half a step, as one value in each group, and as zeros."""
-    generator = torch.Generator().manual_seed(5)
-    exponents = torch.arange(-34, 14, 2)
-    normal = torch.randn(len(exponents), columns, generator=generator)
-    steps = torch.randint(2 * format.qmin, 2 * format.qmax + 1, normal.shape, generator=generator).float() / 2
-    lone = torch.where(torch.arange(columns) % 31 == 0, normal, 0.0)
-    kinds = (normal, normal.pow(3).bfloat16().float(), steps, lone.sign(), lone)
-    rows = torch.cat([torch.ldexp(kind, exponents[:, None]) for kind in kinds])
-    rows[::7, : columns // 4] = 0.0
-    return rows.clamp_(-65000.0 * format.qmax, 65000.0 * format.qmax)
-
-
-def _trial_importance(columns: int) -> torch.Tensor:
-    """Float64 ``[columns]``: an eighth each of like, unlike, mostly zero, zero, tiny and huge weights, and of weights
-    whose errors underflow and overflow."""
-    generator = torch.Generator().manual_seed(6)
-    parts = torch.rand(8, columns // 8, generator=generator, dtype=torch.float64)
-    parts[1].pow_(12)
-    parts[2] *= parts[2] > 0.9
-    parts[3] = 0.0
-    parts[4:] *= torch.tensor([1e-30, 1e30, 1e-300, 1e300], dtype=torch.float64)[:, None]
-    return parts.view(-1)
+    cpu = torch.device("cpu")
+    return not any(differing_groups(search, format, cpu, weighted=weighted) for weighted in (False, True))

@@ -10,7 +10,8 @@ Products and additions are separate steps that each round once, and quotients ar
 compiler fuses or replaces any of them: CPU and CUDA agree to the bit, however the rows are cut.
 
 Torch works on tiles *lanes first*, ``[G, n]`` for ``n`` groups, where trees and scales run along contiguous memory. On
-the CPU :mod:`ninferbuild.rules.compiled_search` does the same group after group, where it is ready.
+the CPU :mod:`ninferbuild.rules.compiled_search` and on CUDA :mod:`ninferbuild.rules.triton_search` do the same group
+after group, where they are ready.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from ninferbuild.artifact.formats import QuantFormat
 from ninferbuild.artifact.layouts import K_ALIGNMENT, align_up, row_split_geometry
-from ninferbuild.rules import compiled
+from ninferbuild.rules import compiled, fused
 from ninferbuild.rules.devices import pick_device
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.rules.groupwise import (
@@ -53,7 +54,10 @@ CPU_TILE_GROUPS = 1 << 11
 """Groups that torch on the CPU takes through all candidates at a time; their working set stays in its cache."""
 
 CUDA_TILE_ELEMENTS = 1 << 20
-"""Elements that CUDA takes at a time: every step works on them for several candidates at once."""
+"""Elements that torch on CUDA takes at a time: every step works on them for several candidates at once."""
+
+FUSED_TILE_ELEMENTS = 1 << 23
+"""Elements that the kernel takes at a time: enough to keep a GPU busy, at some 20 bytes of memory each."""
 
 CUDA_CANDIDATES = 8
 """Candidates of one step on CUDA; the memory that a step takes grows with them."""
@@ -222,8 +226,11 @@ def search_tile(
     count, columns = rows.shape
     padded = align_up(columns, K_ALIGNMENT)
     group, per_row = format.group_size, padded // format.group_size
-    values = torch.zeros(count, padded, dtype=torch.float32, device=rows.device)
-    values[:, :columns] = rows
+    if columns == padded:
+        values = rows.to(torch.float32).contiguous()
+    else:
+        values = torch.zeros(count, padded, dtype=torch.float32, device=rows.device)
+        values[:, :columns] = rows
     maxima = values.view(count, per_row, group).abs().amax(dim=-1)
     canonical, _ = group_scales(maxima, format.qmax, errors)
     weights = None
@@ -232,6 +239,8 @@ def search_tile(
         weights[:columns] = importance
     if rows.device.type == "cpu" and compiled.ready(compiled.Work.SEARCH, format):
         return QuantizedMatrix(*compiled.search(values, maxima, canonical, weights, format, negative=negative_scales))
+    if rows.device.type == "cuda" and fused.ready(rows.device, format, weighted=weights is not None):
+        return QuantizedMatrix(*fused.search(values, maxima, canonical, weights, format, negative=negative_scales))
     return search_by_torch(values, maxima, canonical, weights, format, negative=negative_scales)
 
 
@@ -271,10 +280,12 @@ def _tiles(
 ) -> Iterator[tuple[int, int, QuantizedMatrix]]:
     """Ranges of rows, each with its result."""
     padded = align_up(weight.shape[1], K_ALIGNMENT)
-    elements = CUDA_TILE_ELEMENTS
     if weight.device.type == "cpu":
         fast = compiled.ready(compiled.Work.SEARCH, format)
         elements = CPU_TILE_ELEMENTS if fast else CPU_TILE_GROUPS * format.group_size
+    else:
+        fast = fused.ready(weight.device, format, weighted=importance is not None)
+        elements = FUSED_TILE_ELEMENTS if fast else CUDA_TILE_ELEMENTS
     step = max(1, elements // padded)
     for begin in range(0, weight.shape[0], step):
         end = min(begin + step, weight.shape[0])

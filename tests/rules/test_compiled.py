@@ -12,6 +12,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from fixtures.search_problems import search_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
@@ -135,43 +136,10 @@ def test_nothing_is_written_beyond_the_planes(format: QuantFormat, groups: int, 
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1), negative=st.booleans())
+@given(data=st.data(), negative=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_the_same_scales_as_torch(format: QuantFormat, data: st.DataObject, seed: int, negative: bool) -> None:
-    """Rows of any width and type, of all magnitudes at once, with ties, zeros and importance of all kinds."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 400))
-    weight = torch.randn(rows, columns, generator=generator)
-    match data.draw(st.sampled_from(["normal", "heavy", "few values", "half steps", "sparse", "constant"])):
-        case "heavy":
-            weight.pow_(5)
-        case "few values":
-            weight.sign_().mul_(torch.randint(0, 3, weight.shape, generator=generator))
-        case "half steps":
-            weight.mul_(2 * format.qmax / 3).round_().div_(2)
-        case "sparse":
-            weight.mul_(torch.rand(weight.shape, generator=generator) < 0.03)
-        case "constant":
-            weight.fill_(weight[0, 0])
-    low = data.draw(st.integers(-45, 15))
-    exponents = torch.randint(low, low + data.draw(st.integers(1, 20)), (rows, 1), generator=generator)
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    limit = min(60000.0 * format.qmax, torch.finfo(dtype).max)
-    weight = torch.ldexp(weight, exponents).clamp_(-limit, limit).to(dtype)
-    importance = torch.rand(columns, generator=generator, dtype=torch.float64)
-    match data.draw(st.sampled_from(["equal", "uniform", "skewed", "mostly zero", "zero", "least", "most"])):
-        case "skewed":
-            importance = 10 ** (60 * importance - 40)
-        case "mostly zero":
-            importance *= importance > 0.95
-        case "zero":
-            importance.zero_()
-        case "least":
-            importance *= 10.0 ** data.draw(st.integers(-320, -280))
-        case "most":
-            importance *= 10.0 ** data.draw(st.integers(280, 307))
-        case "equal":
-            importance = None
+def test_the_same_scales_as_torch(format: QuantFormat, data: st.DataObject, negative: bool) -> None:
+    weight, importance = data.draw(search_problems(format))
     fast, slow = (searched(weight, format, importance, negative=negative, fast=fast) for fast in (True, False))
     assert fast == slow
 
