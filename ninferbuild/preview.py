@@ -188,11 +188,22 @@ def previewed(
         yield session, cache
 
 
-def graph(target: Target, *, device: str | None = None) -> networkx.DiGraph:
-    """The graph of a target's actions, each with its state: see :mod:`ninferbuild.action_graph`."""
+def graph(target: Target, *, device: str | None = None, out: Path | None = None) -> networkx.DiGraph:
+    """The graph of a target's actions, each with its state: see :mod:`ninferbuild.action_graph`.
+
+    Args:
+        out: where the graph will be written.
+
+    Raises:
+        OptionError: ``out`` is a file that the target reads.
+        as :func:`plan`.
+    """
     from ninferbuild.action_graph import action_graph
+    from ninferbuild.inputs import input_files, refuse_inputs
 
     with previewed(target, device=device) as (session, _):
+        if out is not None:
+            refuse_inputs([out], input_files(session), "--out")
         return action_graph(session, session.contents())
 
 

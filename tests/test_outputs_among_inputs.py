@@ -114,3 +114,6 @@ def test_a_target_names_its_key(here: Path, capsys: pytest.CaptureFixture[str]) 
         assert main(["build", "--overwrite"]) == 2
         assert f"ninferbuild.toml: targets.t.out: {here / out} would be written and is read" in capsys.readouterr().err
         assert contents(here) == before
+    assert main(["graph", "--out", "model/model.safetensors"]) == 2
+    assert "--out: model/model.safetensors would be written and is read, as source 'base'" in capsys.readouterr().err
+    assert contents(here) == before

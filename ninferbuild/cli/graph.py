@@ -54,7 +54,7 @@ def command(
         raise UsageError(f"--json prints JSON; leave it out for --format {format_name}")
     chosen = load_target(target, file, sets=sets, assigns=assigns)
     form = cast("Format", format_name or ("json" if output.as_json else "dot"))
-    text = export(graph(chosen), form)
+    text = export(graph(chosen, out=None if out is None else Path(out)), form)
     if out is None:
         (output.document if form in ("json", "graphml") else output.text)(text.rstrip("\n"))
     else:

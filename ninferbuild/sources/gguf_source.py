@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from pathlib import Path
 import threading
 from types import TracebackType
@@ -234,7 +235,11 @@ class HFAliasSource(_Store):
     def _shape_here(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
         if name not in self._shapes:
             return stored
-        shape = tuple(self._shapes[name](stored))
+        found = self._shapes[name](stored)
+        try:
+            shape = tuple(map(index, found))
+        except TypeError:
+            raise TypeError(f"{self.path}: {name}: its shape function must return a shape, not {found!r}") from None
         if prod(shape) != prod(stored):
             raise ValueError(f"{self.path}: {name}: shape {shape} does not hold the elements of {stored}")
         return shape

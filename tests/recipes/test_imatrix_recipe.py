@@ -145,6 +145,13 @@ class Project:
     def save(self) -> None:
         save_file(self.vectors, self.file)
 
+    def write_target_file(self) -> None:
+        """The same target as ``ninferbuild.toml`` beside its importance file."""
+        (self.file.parent / "ninferbuild.toml").write_text(
+            f'[cache]\ndir = "cache"\n[targets.t]\nmodel = "{self.target.model}"\nrecipe = "{NAME}"\n'
+            f'components = ["text"]\nsources = {{ imatrix = "{self.file}" }}\n'
+        )
+
     def build(self) -> BuildResult:
         return build(self.target, explain=True)
 
@@ -274,10 +281,7 @@ def test_a_file_that_changes_while_parents_are_planned(
 def test_a_file_without_any_of_the_names(project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from ninferbuild.cli import main
 
-    (tmp_path / "ninferbuild.toml").write_text(
-        f'[cache]\ndir = "cache"\n[targets.t]\nmodel = "{project.target.model}"\nrecipe = "{NAME}"\n'
-        f'components = ["text"]\nsources = {{ imatrix = "{project.file}" }}\n'
-    )
+    project.write_target_file()
     toml = str(tmp_path / "ninferbuild.toml")
     line = f"{project.file}: no parameter has a vector in this importance matrix, so all columns weigh alike"
     for _ in range(2):
@@ -317,9 +321,6 @@ def test_planning_imports_no_torch(project: Project, tmp_path: Path) -> None:
         f"code = main(['plan', '-f', {str(tmp_path / 'ninferbuild.toml')!r}])\n"
         "assert code == 0 and 'torch' not in sys.modules\n"
     )
-    (tmp_path / "ninferbuild.toml").write_text(
-        f'[cache]\ndir = "cache"\n[targets.t]\nmodel = "{project.target.model}"\nrecipe = "{NAME}"\n'
-        f'components = ["text"]\nsources = {{ imatrix = "{project.file}" }}\n'
-    )
+    project.write_target_file()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

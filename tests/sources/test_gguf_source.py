@@ -252,6 +252,12 @@ class TestAlias:
             with pytest.raises(ValueError, match=r"h: shape \(3,\) does not hold"):
                 method("h")
 
+    @pytest.mark.parametrize("found", [None, 2, (2.0,), "2"])
+    def test_what_is_no_shape(self, source: Write, found: Any) -> None:
+        alias = HFAliasSource(source(stored("g", [1, 2])), {"h": "g"}, shapes={"h": lambda shape: found})
+        with pytest.raises(TypeError, match="h: its shape function must return a shape, not "):
+            alias.describe("h")
+
     def test_a_users_composite_goes_before_everything_else(self, source: Write) -> None:
         store = source(stored("a", [[1, 2, 3], [4, 5, 6]]), stored("b", [[7, 8, 9], [10, 11, 12]]))
 
