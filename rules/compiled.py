@@ -127,6 +127,8 @@ def search(
 
 def _load(work: Work) -> None:
     agrees: Callable[[QuantFormat], bool] = {Work.ENCODE: _encodes_alike, Work.SEARCH: _searches_alike}[work]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would spend their time waiting for cores that encode
     try:
         for format in QUANT_FORMATS.values():
             if format.bits in _loops(work) and agrees(format):
@@ -134,6 +136,8 @@ def _load(work: Work) -> None:
     except Exception:
         # A compiler that does not suit this numpy, or has no place for its code: torch makes the same bytes.
         return
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _loops(work: Work) -> Mapping[int, Any]:

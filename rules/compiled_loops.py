@@ -12,7 +12,7 @@ import numba
 from numba import types
 import numpy as np
 
-from ninferbuild.rules.compiled_numbers import half_value, half_word, pointer_to, seen_as, single_of, stack
+from ninferbuild.rules.compiled_numbers import half_value, half_word, helper, pointer_to, seen_as, single_of, stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +31,18 @@ NIBBLE, LOW, HIGH = np.uint16(4), np.uint16(0x0F), np.uint16(0xF0)
 
 maxima_room = stack(types.uint16, GROUPS)
 reciprocals_room = stack(types.float32, GROUPS)
-codes_room = stack(types.uint8, 64)
+codes_room = stack(types.uint8, 64 * GROUPS)
 as_pairs, as_fours, as_eights = seen_as(types.uint16), seen_as(types.uint32), seen_as(types.uint64)
 
 BYTES, WORDS = pointer_to(types.uint8), pointer_to(types.uint16)
 SIGNATURE = types.uint32(WORDS, types.int64, BYTES, BYTES, WORDS)
+
+
+@helper  # type: ignore[untyped-decorator]
+def code(word: np.uint16, reciprocal: np.float32, qmin: np.float32, qmax: np.float32) -> np.uint8:
+    """The code of a word of bfloat16, as a byte of two's complement."""
+    product = single_of(np.int32(word) << SINGLE) * reciprocal
+    return np.uint8(np.int8(np.int32(max(min(np.rint(product), qmax), qmin))))
 
 
 def _encoder(bits: int, size: int, low: int, high: int) -> Callable[..., Any]:
@@ -67,29 +74,28 @@ def _encoder(bits: int, size: int, low: int, high: int) -> Callable[..., Any]:
                 word = half_word(np.float32(np.float64(single_of(bits_of_maximum)) / divisor))
                 scales[first + group] = np.uint16(min(word, bits_of_maximum))  # 0 where the maximum is
                 reciprocals[group] = np.float32(1.0 / np.float64(half_value(word)))
-            for group in range(count):
-                place, reciprocal = first + group, reciprocals[group]
-                for i in range(size):
-                    product = single_of(np.int32(words[place * size + i]) << SINGLE) * reciprocal
-                    codes[i] = np.uint8(np.int8(np.int32(max(min(np.rint(product), qmax), qmin))))
-                if bits == 8:
+            done, fresh = first * size, count * size
+            if bits == 8:
+                for group in range(count):
+                    start, reciprocal = done + group * size, reciprocals[group]
                     for i in range(size):
-                        base[place * size + i] = codes[i]
-                    continue
-                for i in range(size // 2):  # the low nibbles of pairs of codes, the first of a pair lowest
-                    base[place * (size // 2) + i] = np.uint8((pairs[i] & LOW) | ((pairs[i] >> NIBBLE) & HIGH))
-                if bits == 5:  # bit 4 of eight codes moves to bit 56 and up, the first lowest
-                    for i in range(size // 8):
-                        ones = (eights[i] >> np.uint64(4)) & np.uint64(0x0101010101010101)
-                        upper[place * (size // 8) + i] = np.uint8(
-                            (ones * np.uint64(0x0102040810204080)) >> np.uint64(56)
-                        )
-                if bits == 6:  # bits 4 and 5 of four codes move to bit 24 and up
-                    for i in range(size // 4):
-                        twos = np.uint32((fours[i] >> np.uint32(4)) & np.uint32(0x03030303))
-                        upper[place * (size // 4) + i] = np.uint8(
-                            np.uint32(twos * np.uint32(0x01041040)) >> np.uint32(24)
-                        )
+                        base[start + i] = code(words[start + i], reciprocal, qmin, qmax)
+                continue
+            for group in range(count):
+                start, reciprocal = group * size, reciprocals[group]
+                for i in range(size):
+                    codes[start + i] = code(words[done + start + i], reciprocal, qmin, qmax)
+            # Whole loops of their own: a group at a time, packing would be unrolled and not vectorised.
+            for i in range(fresh // 2):  # the low nibbles of pairs of codes, the first of a pair lowest
+                base[done // 2 + i] = np.uint8((pairs[i] & LOW) | ((pairs[i] >> NIBBLE) & HIGH))
+            if bits == 5:  # bit 4 of eight codes moves to bit 56 and up, the first lowest
+                for i in range(fresh // 8):
+                    ones = (eights[i] >> np.uint64(4)) & np.uint64(0x0101010101010101)
+                    upper[done // 8 + i] = np.uint8((ones * np.uint64(0x0102040810204080)) >> np.uint64(56))
+            if bits == 6:  # bits 4 and 5 of four codes move to bit 24 and up
+                for i in range(fresh // 4):
+                    twos = np.uint32((fours[i] >> np.uint32(4)) & np.uint32(0x03030303))
+                    upper[done // 4 + i] = np.uint8(np.uint32(twos * np.uint32(0x01041040)) >> np.uint32(24))
         return largest
 
     return encode
