@@ -96,6 +96,8 @@ def _validate(recipe: Recipe, key: AuxiliaryKey, value: AuxiliaryValue) -> None:
     if not isinstance(value, AuxiliaryValue):
         raise TypeError(f"auxiliary {_spelled(key)} is a {type(value).__name__}; provide an AuxiliaryValue")
     parameter, input_name, role = key
+    if not isinstance(role, str):
+        raise TypeError(f"auxiliary {_spelled(key)}: the role must be text")
     if (parameter, input_name) not in recipe.policies:
         raise ValueError(f"auxiliary {_spelled(key)} names an unknown Use")
     shape = tuple(value.shape)

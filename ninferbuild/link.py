@@ -18,6 +18,7 @@ from ninferbuild.artifact.framing import (
     PART_MAGIC,
     SegmentMap,
 )
+from ninferbuild.artifact.json_text import encode_json, encode_records
 from ninferbuild.artifact.reader import Artifact
 from ninferbuild.artifact.schema import (
     ArtifactError,
@@ -26,7 +27,6 @@ from ninferbuild.artifact.schema import (
     ResourceSpec,
     TensorSpec,
     decode_directory,
-    encode_directory,
     plan_objects,
 )
 from ninferbuild.artifact.sizing import divide
@@ -159,16 +159,15 @@ def layout_of(directory: Directory, entry_name: str, max_file_bytes: int | None)
         FileSizeError: ``max_file_bytes`` is too small.
         ArtifactError: the directory cannot be written as JSON.
     """
-    encoded = encode_directory(
-        {
-            "components": directory.components,
-            "objects": [item.to_json() for item in directory.objects],
-            "bindings": directory.bindings,
-            "uses": directory.uses,
-            "metadata": directory.metadata,
-            "provenance": directory.provenance,
-        }
-    )
+    members = {
+        b"components": encode_json(directory.components),
+        b"objects": encode_records([item.to_json() for item in directory.objects]),
+        b"bindings": encode_records(directory.bindings),
+        b"uses": encode_records(directory.uses),
+        b"metadata": encode_json(directory.metadata),
+        b"provenance": encode_json(directory.provenance),
+    }
+    encoded = b"{%s}" % b",".join(b'"%s":%s' % member for member in members.items())
     try:
         records, text, offset = divide(entry_name, encoded, directory.payload_bytes, max_file_bytes)
     except ArtifactError as error:

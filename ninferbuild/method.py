@@ -13,6 +13,8 @@ from math import isfinite, prod
 import struct
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ninferbuild.artifact.layouts import HADAMARD_BLOCK
 
 if TYPE_CHECKING:
@@ -80,8 +82,7 @@ class AuxiliaryValue:
         return cls("bf16", (len(words),), b"".join(words))
 
 
-@dataclass(frozen=True, slots=True)
-class MethodInput:
+class MethodInput(msgspec.Struct, frozen=True):
     """One input of a parent: the parameter, its source restricted to the selected rows, and its uses."""
 
     parameter: str

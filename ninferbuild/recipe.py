@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from msgspec import structs
 
 from ninferbuild.artifact.formats import default_layout
 from ninferbuild.artifact.schema import ACTIVATION_POLICIES
@@ -34,8 +37,7 @@ ACTIVATION_DIVISOR = "activation_input_divisor"
 """The one auxiliary role with a meaning of its own: the FP32 divisor of a quantised activation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """The choices for elements ``[begin, end)`` of a parameter (flat, C order).
 
     ``source`` always has the parameter's full shape. ``layout`` None means the default layout of ``format``.
@@ -47,7 +49,7 @@ class Selection:
     layout: str | None
     method: Method
     source: LogicalSource
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,10 +394,10 @@ def _rewritten(selections: list[Selection], begin: int, end: int, changes: _Chan
             result.append(item)
             continue
         if item.begin < first:
-            result.append(replace(item, end=first))
+            result.append(structs.replace(item, end=first))
         result.append(changes.made_to(item, first, last))
         if last < item.end:
-            result.append(replace(item, begin=last))
+            result.append(structs.replace(item, begin=last))
     return result
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
 import xxhash
 
 from ninferbuild.artifact.schema import TensorSpec
@@ -141,7 +142,7 @@ class Lookups:
     def watch(self, request: PrepareRequest, device: str) -> PrepareRequest:
         """The request as the function receives it: the same values, with lookups noted."""
         inputs = tuple(
-            replace(item, source=self._watched(item.source, _WatchedSource, f"label {index}"))
+            structs.replace(item, source=self._watched(item.source, _WatchedSource, f"label {index}"))
             for index, item in enumerate(request.inputs)
         )
         return replace(

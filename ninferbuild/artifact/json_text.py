@@ -7,6 +7,8 @@ from math import isfinite
 import re
 from typing import Any, NoReturn
 
+import msgspec
+
 from ninferbuild.artifact.primitives import ArtifactError
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -75,3 +77,17 @@ def encode_json(value: Any) -> bytes:
         raise ArtifactError("directory: the value is nested too deeply or contains itself") from error
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"directory: not serialisable as JSON: {error}") from error
+
+
+def encode_records(value: Any) -> bytes:
+    """:func:`encode_json` in a fraction of the time, of a value made of text, integers, arrays and objects alone.
+
+    The two would write floats in other forms, and this one writes some types that JSON does not have.
+
+    Raises:
+        ArtifactError: as :func:`encode_json`.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return encode_json(value)  # says what is wrong with it

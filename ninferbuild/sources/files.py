@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 import os
 from pathlib import Path
 import threading
@@ -37,25 +35,29 @@ class DescriptorPool:
     def __len__(self) -> int:
         return len(self._open)
 
-    @contextmanager
-    def use(self, file: CheckpointFile) -> Iterator[int]:
-        """A descriptor of ``file`` that stays open within the context."""
+    def use(self, file: CheckpointFile) -> _Use:
+        """A context in which the descriptor of ``file`` that it gives stays open."""
+        return _Use(self, file)
+
+    def take(self, file: CheckpointFile) -> _Descriptor:
+        """The descriptor of ``file``, which stays open until it is given back."""
         with self._lock:
             entry = self._open.get(file)
             if entry is None:
                 entry = self._open[file] = _Descriptor(file.open_descriptor())
             self._open.move_to_end(file)
             entry.users += 1
-        try:
-            yield entry.number
-        finally:
-            with self._lock:
-                entry.users -= 1
-                if self._open.get(file) is not entry:  # forgotten while in use
-                    if not entry.users:
-                        os.close(entry.number)
-                elif len(self._open) > self.limit:
-                    self._close_unused()
+        return entry
+
+    def give_back(self, file: CheckpointFile, entry: _Descriptor) -> None:
+        """Let a descriptor that was taken be closed."""
+        with self._lock:
+            entry.users -= 1
+            if self._open.get(file) is not entry:  # forgotten while in use
+                if not entry.users:
+                    os.close(entry.number)
+            elif len(self._open) > self.limit:
+                self._close_unused()
 
     def _close_unused(self) -> None:
         for file, entry in list(self._open.items()):
@@ -71,6 +73,23 @@ class DescriptorPool:
             entry = self._open.pop(file, None)
             if entry is not None and not entry.users:
                 os.close(entry.number)
+
+
+class _Use:
+    """A class, since planning reads very many scalars and a generator takes several times as long."""
+
+    __slots__ = ("_entry", "_file", "_pool")
+
+    def __init__(self, pool: DescriptorPool, file: CheckpointFile):
+        self._pool = pool
+        self._file = file
+
+    def __enter__(self) -> int:
+        self._entry = self._pool.take(self._file)
+        return self._entry.number
+
+    def __exit__(self, *_exception: object) -> None:
+        self._pool.give_back(self._file, self._entry)
 
 
 DESCRIPTORS = DescriptorPool()

@@ -15,6 +15,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
 from ninferbuild.sources.description import Description, Part
@@ -261,9 +262,13 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
 def _read_index(path: Path) -> dict[str, Path]:
     try:
-        weight_map = _read_json_object(path).get("weight_map")
+        weight_map = _weight_map(path)
     except ValueError as error:
         raise ValueError(
             f"{error}; a checkpoint is a directory, a .safetensors file or a Safetensors index JSON"
@@ -277,6 +282,14 @@ def _read_index(path: Path) -> dict[str, Path]:
         if file not in files:
             files[file] = path.parent / file
     return {name: files[file] for name, file in weight_map.items()}
+
+
+def _weight_map(path: Path) -> Any:
+    """The member ``weight_map``, whatever it is; a regular one, which may be long, in half the time."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, ValueError):
+        return _read_json_object(path).get("weight_map")
 
 
 def is_described_store(store: object, name: str) -> bool:

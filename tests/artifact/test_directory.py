@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 import pytest
 
-from ninferbuild.artifact.json_text import decode_json, encode_json
+from ninferbuild.artifact.json_text import decode_json, encode_json, encode_records
 from ninferbuild.artifact.schema import (
     ArtifactError,
     ResourceSpec,
@@ -468,3 +468,33 @@ class TestSizing:
     def test_unknown_members(self):
         with pytest.raises(ArtifactError, match="version"):
             layout_directory("a.ninfer", {**description(5), "version": 3}, 5)
+
+
+PLAIN = st.recursive(
+    st.text() | st.integers(0, 2**64 - 1) | st.none() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+def test_records_have_the_text_of_every_other_value(value: Any) -> None:
+    assert encode_records(value) == encode_json(value)
+
+
+def test_every_character_has_one_text() -> None:
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    assert encode_records(characters) == encode_json(characters)
+
+
+@pytest.mark.parametrize("value", ["\ud800", {"a": object()}, [2**70]])
+def test_records_are_refused_or_written_alike(value: Any) -> None:
+    try:
+        wanted: object = encode_json(value)
+    except ArtifactError as error:
+        wanted = str(error)
+    try:
+        found: object = encode_records(value)
+    except ArtifactError as error:
+        found = str(error)
+    assert found == wanted
