@@ -57,6 +57,43 @@ def test_a_run_prints_every_scenario_and_leaves_nothing(tiny):
     assert [path.name for path in parent.iterdir()] == ["bench.json"]
 
 
+def test_the_gpu_floor_counts_binary64_instructions(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    from benchmark import throughput
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"TURNS": throughput.TURNS, "ELEMENTS": throughput.ELEMENTS}
+    signature = {"out_at": "*fp64", **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(throughput.chains, signature, constexprs=constants)
+    options = {"num_warps": throughput.WARPS, "enable_fp_fusion": False}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    for name in ("mul.rn.f64", "add.rn.f64"):
+        assert code.count(name) == 8 * throughput.UNROLLED.value
+    assert "fma" not in code
+
+
+def test_a_search_that_makes_other_bytes_is_no_result(monkeypatch):
+    from benchmark import arithmetic, search
+
+    from ninferbuild import platform_io
+
+    right = arithmetic.grouped_search
+
+    def other(rows, format, importance):
+        *planes, scales = right(rows, format, importance)
+        scales[-1] ^= 1
+        return *planes, scales
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(platform_io, "keep_freed_memory", lambda size: None)
+    monkeypatch.setattr(arithmetic, "grouped_search", other)
+    monkeypatch.setattr(search, "_ways", lambda device: ["torch"])
+    with pytest.raises(ValueError, match=r"torch and the plain search .* of q4_g64_fp16: \[0, 1\] of"):
+        search.measure("cpu", 1, 40)
+
+
 def test_the_figures_of_a_run_belong_together(tiny):
     _, found, _ = tiny
     scenarios = found["scenarios"]
