@@ -392,6 +392,7 @@ def test_chunks_threads_and_tiles_change_nothing(harness, monkeypatch, device, f
             torch.set_num_threads(count)
             monkeypatch.setattr(scale_search, "CPU_TILE_GROUPS", tile)
             monkeypatch.setattr(scale_search, "CUDA_TILE_ELEMENTS", tile)
+            monkeypatch.setattr(scale_search, "FUSED_TILE_ELEMENTS", tile)
             request = harness.request(weight, format, rows_per_chunk=rows, device=device, parameters=parameters)
             assert harness.payload(grouped_search, request) == expected
             assert harness.assembled(grouped_search, request) == expected
