@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import compileall
 from dataclasses import dataclass, replace
 import json
 import os
@@ -16,9 +17,11 @@ from benchmark.geometry import DENSE, EXPERTS, MANY, Geometry
 from benchmark.machine import describe
 from benchmark.process import Usage, run
 from benchmark.results import Measurement, Results, StartUp
+import ninferbuild
 from ninferbuild.artifact.reader import Artifact
 
 CHANGES = Path(changes.__file__)
+PACKAGE = Path(ninferbuild.__file__).parent
 RATE_BYTES = 1 << 30
 """Bytes of one measurement of a rate, at most."""
 
@@ -83,6 +86,8 @@ class Bench:
             PayloadsDiffer: the baseline and the build made different bytes.
         """
         options = self._options
+        for directory in (PACKAGE, *filter(Path.is_symlink, PACKAGE.iterdir())):
+            compileall.compile_dir(directory, quiet=2)  # as an installer does; a checkout may be new
         start_up, gpu = self._start_up()
         self._results = Results(
             machine=describe(self._work, gpu),

@@ -89,5 +89,5 @@ def encode_records(value: Any) -> bytes:
     """
     try:
         return msgspec.json.encode(value)
-    except (TypeError, ValueError, RecursionError, OverflowError):
+    except (TypeError, ValueError, RecursionError, OverflowError, msgspec.MsgspecError):
         return encode_json(value)  # says what is wrong with it
