@@ -9,7 +9,7 @@ import torch
 from ninferbuild.artifact.formats import QuantFormat
 from ninferbuild.rules.error_flags import ErrorFlags
 
-Search = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Search = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]  # as text: a recipe that imports this must not load torch
 """``compiled.search``, or another function of its arguments and results."""
 
 COLUMNS = 256
