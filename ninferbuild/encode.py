@@ -22,6 +22,7 @@ import torch
 from ninferbuild.ahead import ahead
 from ninferbuild.artifact.codecs.buffers import host_memory
 from ninferbuild.artifact.formats import DIRECT_FORMATS
+from ninferbuild.block_memory import BlockMemory
 from ninferbuild.digest import BLOCK_BYTES, BlockHasher, block_digest, combine
 from ninferbuild.errors import Cancelled, SourceChangedError
 from ninferbuild.lanes import Block, Encode, HostLane, Lane
@@ -40,14 +41,11 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 4 << 20
 """Source bytes of one chunk on the CPU: small enough to stay in the caches between reading and encoding."""
 
-CUDA_CHUNK_BYTES = 32 << 20
+CUDA_CHUNK_BYTES = 24 << 20
 """Source bytes of one chunk on a GPU: large enough that launching kernels costs little beside the copies."""
 
 LARGE_BYTES = 32 << 20
 """Parents of so many source bytes are read ahead."""
-
-BLOCKS_AHEAD = 2
-"""Blocks of a large parent that are read before they are asked for."""
 
 BLOCKS_UNDER_WAY = 4
 """Blocks of a payload that are being stored while the next ones are encoded."""
@@ -65,12 +63,20 @@ class PayloadSink:
         planes: geometry of the payload, in file order.
         put: stores one full block, given its offset in the payload, and returns its digest.
         pool: calls ``put``; blocks of one payload may be stored in any order.
+        memory: where blocks are made; payloads may share it.
     """
 
-    def __init__(self, planes: Sequence[Plane], put: Callable[[int, memoryview], bytes], pool: Executor):
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        put: Callable[[int, memoryview], bytes],
+        pool: Executor,
+        memory: BlockMemory | None = None,
+    ):
         self._planes = planes
         self._put = put
         self._pool = pool
+        self._memory = memory or BlockMemory()
         self._open: list[NDArray[np.uint8] | None] = [None] * len(planes)
         self._filled = [0] * len(planes)
         self._done = [0] * len(planes)
@@ -90,7 +96,7 @@ class PayloadSink:
         while len(data):
             block = self._open[plane]
             if block is None:
-                block = self._open[plane] = np.empty(min(BLOCK_BYTES, extent - self._done[plane]), np.uint8)
+                block = self._open[plane] = self._memory.take(min(BLOCK_BYTES, extent - self._done[plane]))
             filled = self._filled[plane]
             piece = data[: len(block) - filled]
             # numpy copies without holding the interpreter lock, which other workers need meanwhile.
@@ -226,6 +232,11 @@ class InputReader:
 
         return observe
 
+    def element_bytes(self) -> int:
+        """Bytes of one element of the values as they are read: the most of any input, two where that is not known."""
+        types = [getattr(stream, "dtype", None) for stream in self._streams]
+        return max(dtype.itemsize if dtype is not None else 2 for dtype in types)
+
     def remaining_in_input(self) -> int:
         """Units (elements, or rows when encoded) left in the input that is read next."""
         while self._current < len(self._left) - 1 and not self._left[self._current]:
@@ -322,7 +333,7 @@ def encode(
     def each_block(work: Callable[[int], Encode]) -> InputReader:
         reader, told = InputReader(parent), 0
         blocks = _blocks(parent, reader, lane, _chunks(rule, parent, reader, chunk_bytes))
-        with closing(ahead(blocks, BLOCKS_AHEAD) if _is_large(parent) else blocks) as coming:
+        with closing(ahead(blocks, lane.ahead) if _is_large(parent) else blocks) as coming:
             for first, block in coming:
                 if cancel.is_set():
                     raise Cancelled
@@ -400,8 +411,7 @@ def _chunks(rule: Rule, parent: Parent, reader: InputReader, chunk_bytes: int) -
     target = parent.request.target
     width = 1 if _is_flat(parent) else target.shape[1]
     total = parent.request.source_offsets[-1] // width
-    # Two bytes an element is exact for BF16, by far the commonest source; others make chunks larger, not wrong.
-    size = max(1, chunk_bytes // (2 * width))
+    size = max(1, chunk_bytes // (reader.element_bytes() * width))
     tile = TILE_ROWS if target.layout == "block_scale_k16_m128x4_v1" else 1
     size = max(tile, size // tile * tile)
     first = 0

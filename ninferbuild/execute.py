@@ -22,6 +22,7 @@ from ninferbuild import user_actions
 from ninferbuild.artifact.formats import QUANT_FORMATS
 from ninferbuild.artifact.layouts import planes as planes_of
 from ninferbuild.artifact.tensor_output import TensorOutput
+from ninferbuild.block_memory import BlockMemory
 from ninferbuild.cache import ActionRecord, AuxiliaryRow, Cache, Dep, Writer
 from ninferbuild.device import Device
 from ninferbuild.encode import CHUNK_BYTES, CUDA_CHUNK_BYTES, PayloadSink, encode
@@ -35,6 +36,7 @@ from ninferbuild.resolve import Action, Resolver
 from ninferbuild.rules import compiled, grouped_search
 from ninferbuild.spill import SpillWriter
 from ninferbuild.user_errors import message_of
+from ninferbuild.warming import warm_up
 
 if TYPE_CHECKING:
     from ninferbuild.plan import Parent
@@ -85,15 +87,21 @@ class Executor:
     _delivery: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(DELIVERY_THREADS, thread_name_prefix="deliver")
     )
+    _memory: BlockMemory = field(default_factory=BlockMemory)
     _thread: threading.local = field(default_factory=threading.local)
     _users: dict[int, PreparedUser] = field(default_factory=dict)
     _user_lock: threading.Lock = field(default_factory=threading.Lock)
     _count_lock: threading.Lock = field(default_factory=threading.Lock)
-    _lanes: int = 0
+    _opened: list[Lane] = field(default_factory=list)
+    _warming: list[threading.Thread] = field(default_factory=list)
 
     def close(self) -> None:
-        """End the executor's threads."""
+        """End the executor's threads, and let go of its memory."""
         self._delivery.shutdown()
+        for thread in self._warming:
+            thread.join()
+        for lane in self._opened:
+            lane.close()
 
     def prepare(self, action: Action) -> Mapping[AuxiliaryKey, AuxiliaryValue]:
         """Call the user's method of an action that will run; its auxiliaries.
@@ -113,6 +121,7 @@ class Executor:
     def expect(self, actions: Sequence[Action]) -> None:
         """What will be run, so that what is worth preparing is prepared meanwhile."""
         if self.device().type != "cpu":
+            self._warming += warm_up(self.device.all, (action.parent for action in actions))
             return
         elements = dict.fromkeys(compiled.Work, 0)
         for action in actions:
@@ -216,9 +225,9 @@ class Executor:
         lane: Lane | None = getattr(self._thread, "lane", None)
         if lane is None:
             with self._count_lock:
-                self._lanes += 1
-                device = self.device.all[(self._lanes - 1) % len(self.device.all)]
-            lane = self._thread.lane = lane_for(device)
+                device = self.device.all[len(self._opened) % len(self.device.all)]
+                lane = self._thread.lane = lane_for(device)
+                self._opened.append(lane)
         lane.reset()
         return lane
 
@@ -228,7 +237,7 @@ class Executor:
         planes = planes_of(target.layout, target.format, target.shape, target.divisors)
         staging = self.staging
         if staging is None:
-            return PayloadSink(planes, lambda offset, data: self.writer.block(data), self._delivery)
+            return PayloadSink(planes, lambda offset, data: self.writer.block(data), self._delivery, self._memory)
         objects = [parent.target.id for parent in action.parents]
 
         def put(offset: int, data: memoryview) -> bytes:
@@ -237,7 +246,7 @@ class Executor:
             staged.result()
             return digest
 
-        return PayloadSink(planes, put, self._delivery)
+        return PayloadSink(planes, put, self._delivery, self._memory)
 
     def _user(self, action: Action) -> ActionRecord:
         if any(digest is None for digest in action.digests):

@@ -75,8 +75,11 @@ class BuildResult:
         }
 
 
-WORKERS_PER_GPU = 4
-"""Actions at a time on one GPU: enough to keep reading, copying and storing busy; more only contend."""
+GPU_WORKERS = 4
+"""Actions at a time on GPUs: enough to keep reading, copying and storing busy; more only contend."""
+
+WORKERS_PER_GPU = 2
+"""Where there are several, each has at least so many: one is prepared for while the other runs."""
 
 LARGEST_BUFFER = 32 << 20
 """Bytes of the largest buffers that encoding takes and frees again and again."""
@@ -196,6 +199,7 @@ class Job:
 
     def _run(self, missing: Sequence[Action], writer: Writer) -> None:
         executor = self._executor = self._executor or self._new_executor(writer)
+        executor.expect(missing)
         self._require_space(missing)
         order = {id(parent): index for index, parent in enumerate(self.session.planned.parents, 1)}
         refused: dict[int, Exception] = {}
@@ -226,7 +230,6 @@ class Job:
         self._contents = self.session.contents()
         if self.linking and executor.staging is None:
             executor.staging = self._stage(self._contents)
-        executor.expect(missing)
         graph = action_graph(self.session, self._contents, run)
         try:
             graphs.run(graph, workers=self._workers(), cancel=self.cancel, keep_going=self.keep_going)
@@ -281,7 +284,9 @@ class Job:
         if self.target.workers is not None:
             return self.target.workers
         devices = self.session.device.all
-        return WORKERS_PER_GPU * len(devices) if devices[0].type == "cuda" else os.cpu_count() or 1
+        if devices[0].type == "cuda":
+            return max(GPU_WORKERS, WORKERS_PER_GPU * len(devices))
+        return os.cpu_count() or 1
 
     def _require_space(self, missing: Sequence[Action]) -> None:
         """Compare what has to be written with the free space before anything is encoded."""

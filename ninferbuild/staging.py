@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ninferbuild.artifact.framing import SegmentMap
 from ninferbuild.publish import StagedFile
+from ninferbuild.reservation import Reservation
 from ninferbuild.writeback import WriteBehind, stays_cached
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Staging:
         self._segments = SegmentMap(layout.directory.files, layout.payload_offset)
         self._offsets = {item.id: item.offset for item in layout.directory.objects}
         self._files: list[StagedFile] = []
+        self._reservation = Reservation([])
         self.behind = WriteBehind(keep=stays_cached(sum(layout.lengths())))
         """Sends what is written to the disk."""
         self._lock = threading.Lock()
@@ -45,6 +47,7 @@ class Staging:
         try:
             for path, length in zip(layout.paths(entry), layout.lengths(), strict=True):
                 self._files.append(StagedFile(path, length))
+            self._reservation = Reservation(list(zip(self._files, layout.lengths(), strict=True)))
         except BaseException:
             self.discard()
             raise
@@ -77,12 +80,14 @@ class Staging:
         """
         if not self._files or _geometry(layout, entry) != self._geometry:
             return None
+        self._reservation.end()
         files, self._files = self._files, []
         return files, frozenset(self.complete)
 
     def discard(self) -> None:
         """End the thread and remove the temporaries, unless they were taken."""
         self._writer.shutdown()
+        self._reservation.end()
         for file in self._files:
             file.discard()
         self._files = []

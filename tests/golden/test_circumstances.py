@@ -46,9 +46,9 @@ class Circumstances:
         patch.setattr(execute, "CUDA_CHUNK_BYTES", self.chunk_bytes)
         patch.setattr(tiles, "CPU_TILE_ELEMENTS", self.tile_elements)
         patch.setattr(encode, "LARGE_BYTES", self.large_bytes)
-        patch.setattr(encode, "BLOCKS_AHEAD", self.blocks_ahead)
+        patch.setattr(lanes, "BLOCKS_AHEAD", self.blocks_ahead)
+        patch.setattr(lanes, "CUDA_BLOCKS_AHEAD", self.blocks_ahead)
         patch.setattr(encode, "BLOCKS_UNDER_WAY", self.blocks_under_way)
-        patch.setattr(lanes, "BUFFERS", self.blocks_ahead + 2)
         patch.setattr(lanes, "BLOCKS_IN_FLIGHT", self.blocks_in_flight)
         run = execute.Executor.run
 
