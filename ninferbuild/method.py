@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ninferbuild.artifact.layouts import HADAMARD_BLOCK
+from ninferbuild.struct_fields import with_dataclass_fields
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ class AuxiliaryValue:
         return cls("bf16", (len(words),), b"".join(words))
 
 
+@with_dataclass_fields
 class MethodInput(msgspec.Struct, frozen=True):
     """One input of a parent: the parameter, its source restricted to the selected rows, and its uses."""
 

@@ -21,6 +21,7 @@ from ninferbuild.matching import NameIndex
 from ninferbuild.method import AuxiliaryKey, AuxiliaryValue, Method, PreparedMethod, UseKey
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.rules import METHODS, cast_direct
+from ninferbuild.struct_fields import with_dataclass_fields
 
 if TYPE_CHECKING:
     from ninferbuild.artifact.schema import TensorSpec
@@ -37,6 +38,7 @@ ACTIVATION_DIVISOR = "activation_input_divisor"
 """The one auxiliary role with a meaning of its own: the FP32 divisor of a quantised activation."""
 
 
+@with_dataclass_fields
 class Selection(msgspec.Struct, frozen=True):
     """The choices for elements ``[begin, end)`` of a parameter (flat, C order).
 
