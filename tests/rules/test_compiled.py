@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import pytest
 import torch
 
+from ninferbuild import execute
 from ninferbuild.artifact.formats import QUANT_FORMATS, QuantFormat
 from ninferbuild.digest import block_digest
 from ninferbuild.execute import Executor
@@ -247,9 +248,12 @@ def test_large_builds_load_what_they_use(
     monkeypatch.setattr(compiled, "load", calls.append)
     target = SimpleNamespace(format="q4_g64_fp16", shape=shape)
     action = SimpleNamespace(parent=SimpleNamespace(rule=rule, target=target))
+    monkeypatch.setattr(execute, "warm_up", lambda devices, parents: [])  # there may be no GPU
     for kind, found in (("cpu", expected), ("cuda", [])):
         calls.clear()
-        executor: Any = SimpleNamespace(device=lambda kind=kind: SimpleNamespace(type=kind))
+        device = SimpleNamespace(type=kind)
+        executor: Any = SimpleNamespace(device=lambda device=device: device, _warming=[])
+        executor.device.all = [device]
         actions: Any = [action]
         Executor.expect(executor, actions)
         assert calls == found
