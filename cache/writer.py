@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+import os
 import threading
 import time
 from types import TracebackType
@@ -37,8 +38,11 @@ from ninferbuild.cache.store import Store
 from ninferbuild.digest import block_digest
 from ninferbuild.errors import CacheError
 
-LANES = 2
-"""Segments that take the blocks of one large batch at the same time."""
+LANES = 4 if (os.cpu_count() or 1) >= 8 else 2
+"""Segments that take the blocks of one large batch at the same time: each keeps a core busy."""
+
+BATCH = 2
+"""Full transactions in one batch, whatever the number of segments that share it."""
 
 PARALLEL_BYTES = 16 << 20
 """Batches below this stay in one segment."""
@@ -81,10 +85,11 @@ def _divided(blocks: dict[bytes, bytes | memoryview]) -> list[list[tuple[bytes, 
     items = sorted(blocks.items(), key=lambda item: len(item[1]), reverse=True)
     if not items:
         return []
-    if len(items) < LANES or sum(len(data) for _, data in items) < PARALLEL_BYTES:
-        return [items]
-    groups: list[list[tuple[bytes, bytes | memoryview]]] = [[] for _ in range(LANES)]
-    sizes = [0] * LANES
+    lanes = min(LANES, len(items))
+    if sum(len(data) for _, data in items) < PARALLEL_BYTES:
+        lanes = 1
+    groups: list[list[tuple[bytes, bytes | memoryview]]] = [[] for _ in range(lanes)]
+    sizes = [0] * lanes
     for digest, data in items:
         lane = sizes.index(min(sizes))
         groups[lane].append((digest, data))
@@ -211,7 +216,7 @@ class Writer:
 
     def _next_batch(self) -> list[_Item]:
         """As much of the queue as one transaction may hold; nothing when the writer is closed and the queue empty."""
-        limit = LANES * self._store.limits.transaction_bytes
+        limit = BATCH * self._store.limits.transaction_bytes
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             self._changed.wait_for(

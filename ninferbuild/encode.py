@@ -47,7 +47,7 @@ CUDA_CHUNK_BYTES = 24 << 20
 LARGE_BYTES = 32 << 20
 """Parents of so many source bytes are read ahead."""
 
-BLOCKS_UNDER_WAY = 4
+BLOCKS_UNDER_WAY = 3
 """Blocks of a payload that are being stored while the next ones are encoded."""
 
 TILE_ROWS = 128

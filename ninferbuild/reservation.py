@@ -50,8 +50,12 @@ class Reservation:
                 except OSError:
                     return
 
+    def stop(self) -> None:
+        """Reserve no more, without waiting."""
+        self._ended.set()
+
     def end(self) -> None:
         """Stop, and wait until no file is used any more."""
-        self._ended.set()
+        self.stop()
         if self._thread is not None:
             self._thread.join()

@@ -60,6 +60,7 @@ class Staging:
         return self._writer.submit(self._write, objects, offset, data)
 
     def _write(self, objects: Sequence[str], offset: int, data: memoryview) -> None:
+        self._reservation.stop()  # from here on it would only contend
         for identifier in objects:
             view = data
             begin = self._offsets[identifier] + offset

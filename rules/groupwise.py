@@ -169,11 +169,17 @@ def packed_planes(
     format: QuantFormat,
 ) -> tuple[torch.Tensor, ...]:
     """The bytes of the planes of a matrix from ranges of rows; each tile is packed before the next is asked for."""
-    planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8, device=device) for plane in geometry.planes)
+    planes: tuple[torch.Tensor, ...] | None = None
     for begin, end, tile in tiles:
-        for plane, packed in zip(planes, row_split.pack_rows(tile.codes, tile.scales, format), strict=True):
+        pieces = row_split.pack_rows(tile.codes, tile.scales, format)
+        if end - begin == geometry.rows:
+            return pieces
+        if planes is None:
+            planes = tuple(torch.empty(plane.bytes, dtype=torch.uint8, device=device) for plane in geometry.planes)
+        for plane, packed in zip(planes, pieces, strict=True):
             row_bytes = len(plane) // geometry.rows
             plane[begin * row_bytes : end * row_bytes] = packed
+    assert planes is not None
     return planes
 
 

@@ -51,3 +51,34 @@ class TestOnDevice:
             errors.raise_if_any()
         with pytest.raises(ValueError, match="NaN or infinity"):
             grouped_absmax.encode(weight, request.target, checked, 0, cuda)
+
+
+class Elsewhere:
+    """Stands for a bool scalar on a device, which is only looked at in the end."""
+
+    ndim = 0
+    device = torch.device("cuda")
+
+    def __init__(self, value: bool):
+        self.value = value
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.value)
+
+
+@pytest.mark.parametrize("first", [0, 1, 255, 256, 257, 700])
+def test_the_first_of_very_many_counts(first: int) -> None:
+    errors = flags("cuda")
+    for number in range(800):
+        kind = TypeError if number == first else ValueError
+        errors.note(Elsewhere(number in (first, first + 1, 799)), f"condition {number}", kind)  # type: ignore[arg-type]
+    for _ in range(2):  # asking changes nothing
+        with pytest.raises(TypeError, match=f"^condition {first}$"):
+            errors.raise_if_any()
+
+
+def test_none_of_very_many() -> None:
+    errors = flags("cuda")
+    for number in range(600):
+        errors.note(Elsewhere(False), f"condition {number}")  # type: ignore[arg-type]
+    errors.raise_if_any()
