@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from ninferbuild.artifact.schema import TensorSpec
@@ -20,7 +22,7 @@ Binding = dict[str, Any]
 """``{"object": id}`` for a whole object, else ``{"parts": [{"object": id, "range": [first, last]}, …]}``."""
 
 
-class Fragment(NamedTuple):
+class Fragment(msgspec.Struct, frozen=True):
     """Elements ``[first, last)`` of a parent: they are the parameter's elements from ``begin`` on."""
 
     parameter: str
@@ -39,24 +41,32 @@ def bindings_of(recipe: Recipe, parents: Iterable[tuple[TensorSpec, Iterable[Fra
     Raises:
         ValueError: the fragments of a parameter do not cover it exactly.
     """
-    places: dict[str, list[_Place]] = {name: [] for name in recipe.selections if name not in recipe.aliases}
-    for target, fragments in parents:
-        for fragment in fragments:
-            places[fragment.parameter].append((fragment.begin, fragment, target))
     parameters = recipe.model.parameters
-    bindings = {name: _binding(name, parameters[name].shape, stored) for name, stored in places.items()}
+    bindings: dict[str, Binding] = {name: {} for name in recipe.selections if name not in recipe.aliases}
+    others: dict[str, list[_Place]] = {}
+    for target, fragments in parents:
+        identifier = target.id
+        for fragment in fragments:
+            name, begin, first, last = fragment.parameter, fragment.begin, fragment.first, fragment.last
+            shape = parameters[name].shape
+            if begin or last - first != prod(shape) or bindings[name]:
+                others.setdefault(name, []).append((begin, fragment, target))
+            elif first or target.shape != shape:  # as nearly always: one fragment, and all of it
+                bindings[name] = {"parts": [{"object": identifier, "range": [first, last]}]}
+            else:
+                bindings[name] = {"object": identifier}
+    for name, binding in bindings.items():
+        if not binding:
+            bindings[name] = _joined(name, parameters[name].shape, others.pop(name, []))
+    for name in others:  # what is stored whole is stored somewhere else too
+        raise ValueError(f"{name}: incomplete logical coverage at element {prod(parameters[name].shape)}")
     for name in recipe.aliases:
         bindings[name] = _copied(bindings[recipe.resolve(name)])
     return bindings
 
 
-def _binding(name: str, shape: tuple[int, ...], stored: list[_Place]) -> Binding:
-    if len(stored) == 1:
-        ((begin, part, target),) = stored
-        if begin == 0 and part.last - part.first == prod(shape):  # as nearly always: one fragment, and all of it
-            if part.first == 0 and target.shape == shape:
-                return {"object": target.id}
-            return {"parts": [{"object": target.id, "range": [part.first, part.last]}]}
+def _joined(name: str, shape: tuple[int, ...], stored: list[_Place]) -> Binding:
+    """The binding of a parameter that lies in several places."""
     stored.sort(key=lambda place: place[0])
     cursor = 0
     for begin, fragment, _ in stored:

@@ -11,6 +11,7 @@ result cannot exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,15 @@ def template(parent: Parent, extra: Iterable[str] = ()) -> Template:
         lines += [f"parameter{_parameter(name)}: {canonical(value)}" for name, value in shown.items()]
     slots: list[Slot] = []
     for index, item in enumerate(request.inputs):
-        name = f"input.{index:05}"
         described = item.source.description
+        if described is not None and parent.rule is not None and described.is_one_region:
+            part, decoder = described.parts[0], described.decoder
+            version, length = DECODER_VERSIONS[decoder], part.region.length
+            line, slot = _stored(index, described.dtype, described.shape, decoder, version, part.role, length)
+            lines.append(line)
+            slots.append(slot)
+            continue
+        name = f"input.{index:05}"
         if described is None:
             lines.append(f"{name}: {_shape(item.source.shape)} read by a function")
             if not declares_content(item.source):
@@ -134,6 +142,15 @@ def _scalar(accessor: Callable[[], bytes] | None) -> str:
 def declares_content(source: LogicalSource) -> bool:
     """Whether a source with a reader of its own says what stands for its values when keys are made."""
     return source.fingerprint is not None or source.files is not None
+
+
+@lru_cache(maxsize=1 << 14)
+def _stored(
+    index: int, dtype: str, shape: tuple[int, ...], decoder: str, version: int, role: str, length: int
+) -> tuple[str, Slot]:
+    """The line and the slot of an input that is one region and nothing more, as those of every layer's experts are."""
+    name = f"input.{index:05}"
+    return f"{name}: {dtype} {_shape(shape)} {decoder} v{version}", Slot(f"{name}.{role}", f"{length} bytes")
 
 
 def _described(name: str, described: Description, lines: list[str], slots: list[Slot]) -> None:

@@ -45,6 +45,7 @@ class Memo:
         self._rehash = rehash
         self._seen: dict[int, tuple[SourceFile, FileIdentity | None, bytes]] = {}
         self._trusted: dict[str, bool] = {}
+        self._empty = False
         self._lock = threading.Lock()
         self.distrusted: dict[str, str] = {}
         """File system type → a path on it, for which the build re-reads instead of trusting file times."""
@@ -70,6 +71,7 @@ class Memo:
         if len(spans) == 1:
             (span,) = spans
             return xxhash.xxh3_128_digest(self._file(span.file)[2] + struct.pack("<QQ", span.begin, span.end))
+        self._empty |= not spans
         hasher = xxhash.xxh3_128()
         current: SourceFile | None = None
         for span in spans:
@@ -83,9 +85,19 @@ class Memo:
         """Whether no byte of the region comes from a file."""
         return all(self._file(file)[1] is None for file in region.files)
 
+    @property
+    def may_know(self) -> bool:
+        """Whether the digest of a region that :meth:`key` was asked of may be had without reading a file."""
+        in_memory = (identity is None for _, identity, _ in list(self._seen.values()))
+        return self._recalls or self._empty or any(in_memory)
+
+    @property
+    def _recalls(self) -> bool:
+        return self._cache is not None and not self._rehash
+
     def known(self, regions: Sequence[Region], keys: Sequence[bytes]) -> list[bytes | None]:
         """Remembered digests, None where a region has to be read."""
-        if self._cache is None or self._rehash:
+        if self._cache is None or not self._recalls:
             return [None] * len(keys)
         wanted = [index for index, region in enumerate(regions) if self._may_trust(region)]
         found: list[bytes | None] = [None] * len(keys)

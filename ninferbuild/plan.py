@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -190,12 +189,7 @@ def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: b
         if len(items) > 1:
             _require_one_residency(recipe, items)
         choice = items[0][1]
-        inputs = tuple(
-            [
-                MethodInput(name, _selected(name, selection), tuple(zip(repeat(name), parameters[name].inputs)))
-                for name, selection in items
-            ]
-        )
+        inputs = tuple([_input(name, selection, parameters[name].inputs) for name, selection in items])
         try:
             target = _target(f"{WEIGHT}{index:06d}", choice, inputs, chosen_shape, explicit, sizes)
         except ValueError as error:
@@ -240,12 +234,18 @@ def _partition(recipe: Recipe) -> Iterator[tuple[list[Item], tuple[int, ...] | N
         yield items, shape, True
     left_alone = recipe.separate_parameters | aliases.keys()
     for names in recipe.model.packing_groups:
-        unknown = next((name for name in names if name not in selections), None)
-        if unknown is not None:
-            raise ValueError(f"a packing group of the model names {unknown}; call recipe.add_parameter(...) for it")
-        if not names or any(name in used or name in left_alone or len(selections[name]) != 1 for name in names):
+        try:
+            choices = [selections[name] for name in names]
+        except KeyError as error:
+            unknown = error.args[0]
+            raise ValueError(
+                f"a packing group of the model names {unknown}; call recipe.add_parameter(...) for it"
+            ) from None
+        if not names or not used.isdisjoint(names) or not left_alone.isdisjoint(names):
             continue
-        items = [(name, selections[name][0]) for name in names]
+        if max(map(len, choices)) > 1:
+            continue
+        items = [(name, choice) for name, (choice,) in zip(names, choices, strict=True)]
         if _packs_automatically(items):
             used.update(names)
             yield items, None, False
@@ -273,19 +273,21 @@ def _packs_automatically(items: Sequence[Item]) -> bool:
 
 def _compatible(items: Sequence[Item]) -> bool:
     first = items[0][1]
-    return all(
-        other.format == first.format
-        and other.layout == first.layout
-        and (other.method is first.method or other.method == first.method)
-        and _equal_parameters(other.parameters, first.parameters)
-        for _, other in items
-    )
+    format, layout, method, parameters = first.format, first.layout, first.method, first.parameters
+    for _, other in items:
+        if other.format != format or other.layout != layout:
+            return False
+        if other.method is not method and other.method != method:
+            return False
+        if other.parameters is not parameters and not _equal_parameters(other.parameters, parameters):
+            return False
+    return True
 
 
 def _equal_parameters(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Equality of method parameters; arrays in them are equal only to themselves."""
     try:
-        return one is other or bool(one == other)
+        return bool(one == other)
     except (ValueError, RuntimeError):  # "the truth value of an array is ambiguous"
         return False
 
@@ -306,7 +308,8 @@ def _weight_divisor(source: LogicalSource) -> bytes | None:
 
 def _require_one_residency(recipe: Recipe, items: Sequence[Item]) -> None:
     names = [name for name, _ in items]
-    residencies = {recipe.model.parameters[name].residency for name in names}
+    parameters = recipe.model.parameters
+    residencies = {parameters[name].residency for name in names}
     if len(residencies) > 1:
         raise ValueError(
             f"parameters of independently selected residencies ({', '.join(sorted(residencies))}) "
@@ -314,12 +317,18 @@ def _require_one_residency(recipe: Recipe, items: Sequence[Item]) -> None:
         )
 
 
+def _input(name: str, selection: Selection, inputs: tuple[str, ...]) -> MethodInput:
+    """The selection as an input: its source restricted to its elements, which are whole leading-axis rows."""
+    source = selection.source
+    if selection.begin or selection.end != prod(source.shape):
+        source = _selected(name, selection)
+    uses = ((name, inputs[0]),) if len(inputs) == 1 else tuple([(name, given) for given in inputs])
+    return MethodInput(name, source, uses)
+
+
 def _selected(name: str, selection: Selection) -> LogicalSource:
-    """The selection's source restricted to its elements, which are whole leading-axis rows."""
     source = selection.source
     shape = source.shape
-    if selection.begin == 0 and selection.end == prod(shape):
-        return source
     row = prod(shape[1:])
     if not shape or selection.begin % row or selection.end % row:
         raise ValueError(f"{name}: selections must consist of complete leading-axis rows of {row} elements")
@@ -400,8 +409,9 @@ def _stacked_divisors(choice: Selection, sources: Sequence[LogicalSource]) -> in
 def _fragments(items: Sequence[Item]) -> tuple[Fragment, ...]:
     fragments, cursor = [], 0
     for name, selection in items:
-        end = cursor + selection.end - selection.begin
-        fragments.append(Fragment(name, selection.begin, cursor, end))
+        begin = selection.begin
+        end = cursor + selection.end - begin
+        fragments.append(Fragment(name, begin, cursor, end))
         cursor = end
     return tuple(fragments)
 

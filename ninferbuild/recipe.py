@@ -191,14 +191,16 @@ class Recipe:
             None if parameters is None else deepcopy(dict(parameters)),
         )
         physical = any(change is not None for change in changes)
+        all_parameters, selections, aliases = self.model.parameters, self.selections, self.aliases
         for name in self.match(selectors):
-            parameter = self.model.parameters[name]
+            parameter = all_parameters[name]
+            shape = parameter.shape
             if source is not None:
-                _require_shape(name, source, parameter.shape)
-            begin, end = _element_range(name, parameter.shape, rows)
+                _require_shape(name, source, shape)
+            begin, end = (0, prod(shape)) if rows is None else _element_range(name, shape, rows)
             if physical:
-                self.aliases.pop(name, None)
-                self.selections[name] = _rewritten(self.selections[name], begin, end, changes)
+                aliases.pop(name, None)
+                selections[name] = _rewritten(selections[name], begin, end, changes)
             if activation_policy is not None:
                 for input_name in parameter.inputs:
                     key = (name, input_name)
@@ -371,10 +373,8 @@ def _require_shape(name: str, source: LogicalSource, shape: tuple[int, ...]) -> 
         raise ValueError(f"{name}: override source shape differs: {tuple(source.shape)}, the parameter is {shape}")
 
 
-def _element_range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | None) -> tuple[int, int]:
-    """Flat element bounds of leading-axis rows, or of everything."""
-    if rows is None:
-        return 0, prod(shape)
+def _element_range(name: str, shape: tuple[int, ...], rows: tuple[int, int]) -> tuple[int, int]:
+    """Flat element bounds of leading-axis rows."""
     if len(rows) != 2 or not shape:
         raise ValueError(f"{name}: rows requires two bounds and a parameter with rows, not {rows!r} of shape {shape}")
     first, last = rows

@@ -202,6 +202,10 @@ class Resolver:
                 raise
 
     def _recall(self, actions: Sequence[Action]) -> None:
+        if not self._memo.may_know:
+            for action in actions:
+                action.digests = [None] * len(action.regions)
+            return
         wanted = [
             (action, slot, region, key)
             for action in actions

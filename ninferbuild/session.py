@@ -163,9 +163,10 @@ class Session:
     def source_digests(self) -> dict[str, bytes]:
         """Source name → digest over what the parents consumed of it, in parent order."""
         consumed: dict[str, list[bytes]] = {name: [] for name in self.configured.sources.opened}
-        for name, digest in self._consumed():
-            if digest is not None:
-                consumed[name].append(digest)
+        if any(digest is not None for action in self.actions for digest in action.digests):
+            for name, digest in self._consumed():
+                if digest is not None:
+                    consumed[name].append(digest)
         return {name: combine(digests) for name, digests in consumed.items()}
 
     def unread_sources(self) -> set[str]:

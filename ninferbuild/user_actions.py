@@ -16,6 +16,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import structs
 import xxhash
 
@@ -132,11 +133,10 @@ class Lookups:
         return [Dep(path=path, digest=digest) for path, digest in sorted(self.found.items())]
 
     def _watched(self, value: Any, kind: type[Any], what: str) -> Any:
-        """A copy of a frozen dataclass, of its subclass ``kind``."""
-        watched = object.__new__(kind)
-        for part in fields(value):
-            object.__setattr__(watched, part.name, getattr(value, part.name))
-        object.__setattr__(watched, "noted", lambda found: self.note(what, found))
+        """A copy of a frozen record, of its subclass ``kind``."""
+        watched = kind(**{part.name: getattr(value, part.name) for part in fields(value)})
+        assign = structs.force_setattr if isinstance(watched, msgspec.Struct) else object.__setattr__
+        assign(watched, "noted", lambda found: self.note(what, found))
         return watched
 
     def watch(self, request: PrepareRequest, device: str) -> PrepareRequest:
@@ -172,10 +172,10 @@ class _WatchedSpec(TensorSpec):
         return value
 
 
-class _WatchedSource(LogicalSource):
+class _WatchedSource(LogicalSource, frozen=True, eq=False, kw_only=True):
     """A source that notes when its label is looked at: the label holds the path of the checkpoint."""
 
-    noted: Noted | None = None
+    noted: Noted | None = None  # as above
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)

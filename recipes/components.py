@@ -24,7 +24,8 @@ _SENSITIVE = (
 
 def projections(model: Model, prefix: str | tuple[str, ...] = "") -> list[str]:
     """Names of the parameters below ``prefix`` that multiply an input, in model order."""
-    return [name for name, parameter in model.parameters.items() if name.startswith(prefix) and parameter.projection]
+    parameters = model.parameters
+    return [name for name in parameters if name.startswith(prefix) and parameters[name].inputs]
 
 
 def quantize(recipe: Recipe, names: Iterable[str], choose: Callable[[str], str | None]) -> None:

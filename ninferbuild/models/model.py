@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
+from ninferbuild.struct_fields import with_dataclass_fields
+
 if TYPE_CHECKING:
     from ninferbuild.models.fields import Config
     from ninferbuild.sources.logical import LogicalSource
@@ -39,8 +43,8 @@ SourceFactory = Callable[[Any, str | None], "LogicalSource"]
 """``(store, format or None) -> LogicalSource``: one parameter, taken from another store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+@with_dataclass_fields
+class Parameter(msgspec.Struct, frozen=True):
     """A named mathematical tensor.
 
     Attributes:
@@ -103,13 +107,14 @@ class Model:
         Raises:
             ValueError: the name exists, or the source has another shape.
         """
-        if parameter.name in self.parameters:
-            raise ValueError(f"duplicate logical parameter {parameter.name}")
-        if tuple(parameter.source.shape) != parameter.shape:
+        name, shape = parameter.name, parameter.source.shape
+        if name in self.parameters:
+            raise ValueError(f"duplicate logical parameter {name}")
+        if shape is not parameter.shape and tuple(shape) != parameter.shape:
             raise ValueError(
                 f"{parameter.name}: source shape differs: {tuple(parameter.source.shape)}, not {parameter.shape}"
             )
-        self.parameters[parameter.name] = parameter
+        self.parameters[name] = parameter
 
     def source(self, name: str, store: Any, format: str | None = None) -> LogicalSource:
         """The parameter ``name`` taken from ``store``; with ``format``, as encoded rows of that format.

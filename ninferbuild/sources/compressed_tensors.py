@@ -58,7 +58,7 @@ def matrix_source(store: Any, name: str, shape: tuple[int, int], format: str | N
             partial(_describe_matrix, store, name, shape, format),
             shape=shape,
             name=name,
-            input_divisor=partial(_matrix_input_divisor, store, name, format),
+            input_divisor_reader=partial(_matrix_input_divisor, store, name, format),
         )
         return _encoded_source(shape, label, reader)
     values = _PlainMatrix(store, name, shape, format)
@@ -69,7 +69,7 @@ def matrix_source(store: Any, name: str, shape: tuple[int, int], format: str | N
 
 def has_matrix(store: Any, name: str) -> bool:
     """Whether the store holds the matrix ``name``, plain or in an encoding that :func:`matrix_source` recognises."""
-    return bool(store.has(name) or store.has(f"{_prefix(name)}.weight_packed"))
+    return bool(store.has(name) or store.has(name.removesuffix(".weight") + ".weight_packed"))
 
 
 def compressed_matrix_source(
@@ -89,7 +89,7 @@ def compressed_matrix_source(
         partial(_describe_encoding, store, prefix, shape, format),
         shape=shape,
         name=prefix,
-        input_divisor=partial(_nvfp4_input_divisor, store, prefix) if format == NVFP4 else None,
+        input_divisor_reader=partial(_nvfp4_input_divisor, store, prefix) if format == NVFP4 else None,
     )
     return _encoded_source(shape, f"{store.path}:{prefix} ({format})", reader)
 

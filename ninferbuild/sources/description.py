@@ -6,7 +6,7 @@ the same description and its bytes into tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 import struct
 
@@ -103,6 +103,11 @@ class Description(msgspec.Struct, frozen=True):
     def row_local(self) -> bool:
         """Whether each row of the values needs only the same row of the parts."""
         return all(is_row_local(step) for step in self.steps)
+
+    @property
+    def is_one_region(self) -> bool:
+        """Whether all that makes the values is one region and its type, shape and decoder."""
+        return len(self.parts) == 1 and not self.steps and not self.positions and not self.words
 
     def word(self, name: str) -> bytes | None:
         """The scalar ``name`` found in the file, or None."""
@@ -259,17 +264,26 @@ class Description(msgspec.Struct, frozen=True):
             ValueError: the elements lie outside, or values that are not plain stored words are cut within a row of
                 ``shape``.
         """
-        end = begin + prod(shape)
-        if not 0 <= begin <= end <= self.elements:
-            raise ValueError(f"elements [{begin}, {end}) lie outside {self.elements} stored elements")
-        if self.decoder != "plain" or self.steps:
-            return self._rows_view(begin, end, shape)
-        word = WORD_BYTES[self.dtype]
-        (whole,) = self.parts
-        part = Part(
-            whole.role, whole.region.select(((begin * word, end * word),)), prod(shape[1:]) * word, 1, whole.name
-        )
-        return Description(shape, self.dtype, "plain", (part,), self.words, (), None, shape)  # as in `select_rows`
+        return self.flat_views(shape)(begin)
+
+    def flat_views(self, shape: tuple[int, ...]) -> Callable[[int], Description]:
+        """:meth:`flat_view` for one shape and very many first elements: what they have in common is computed once."""
+        size, elements, words = prod(shape), self.elements, self.words
+        plain = self.decoder == "plain" and not self.steps
+        word = WORD_BYTES[self.dtype] if plain else 0
+        role, name, row_bytes, dtype = self.parts[0].role, self.parts[0].name, prod(shape[1:]) * word, self.dtype
+
+        def view(begin: int) -> Description:
+            end = begin + size
+            if not 0 <= begin <= end <= elements:
+                raise ValueError(f"elements [{begin}, {end}) lie outside {elements} stored elements")
+            if not plain:
+                return self._rows_view(begin, end, shape)
+            region = self.parts[0].region.select(((begin * word, end * word),))
+            part = Part(role, region, row_bytes, 1, name)
+            return Description(shape, dtype, "plain", (part,), words, (), None, shape)  # as in `select_rows`
+
+        return view
 
     def _rows_view(self, begin: int, end: int, shape: tuple[int, ...]) -> Description:
         if (begin, end) == (0, self.elements):

@@ -8,7 +8,6 @@ its values are known only by reading them. Nothing here reads or imports torch b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from operator import index
@@ -16,7 +15,8 @@ from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
+import msgspec
+from msgspec.structs import force_setattr, replace
 
 from ninferbuild.sources.description import Description, Part
 from ninferbuild.sources.dtypes import NAMES_OF_NUMPY, NAMES_OF_TORCH, WORD_BYTES
@@ -25,6 +25,7 @@ from ninferbuild.sources.files import MemoryFile
 from ninferbuild.sources.ranges import Concatenation, Range, coalesce
 from ninferbuild.sources.regions import Region, Span
 from ninferbuild.sources.stored import StoredReader
+from ninferbuild.struct_fields import with_dataclass_fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,8 +47,16 @@ __all__ = [
 _UNKNOWN = object()
 
 
-@dataclass(frozen=True, slots=True)
-class LogicalSource:
+class _Declared(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The fields of a source that are given by name."""
+
+    files: tuple[Path | str, ...] | None = None
+    fingerprint: str | bytes | None = None
+    _described: Any = _UNKNOWN  # what `description` found, of this source alone: no part of its value
+
+
+@with_dataclass_fields
+class LogicalSource(_Declared, frozen=True, eq=False):
     """A tensor that can be read in pieces.
 
     Attributes:
@@ -67,13 +76,26 @@ class LogicalSource:
     read_encoded: Callable[[int, int], EncodedRows] | None = None
     weight_divisor: Callable[[], bytes] | None = None
     input_divisor: Callable[[], bytes] | None = None
-    files: tuple[Path | str, ...] | None = field(default=None, kw_only=True)
-    fingerprint: str | bytes | None = field(default=None, kw_only=True)
-    _described: Any = field(default=_UNKNOWN, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.shape) is not tuple:
-            object.__setattr__(self, "shape", tuple(self.shape))
+            force_setattr(self, "shape", tuple(self.shape))
+        if self._described is not _UNKNOWN:  # `replace` took it along, perhaps to another reader
+            force_setattr(self, "_described", _UNKNOWN)
+
+    def _value(self) -> tuple[Any, ...]:
+        readers = (self.read_values, self.read_encoded, self.weight_divisor, self.input_divisor)
+        return (self.shape, self.label, *readers, self.files, self.fingerprint)
+
+    def __eq__(self, other: object) -> bool:
+        return self._value() == other._value() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value())
+
+    def __repr__(self) -> str:
+        names = (name for name in self.__struct_fields__ if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def description(self) -> Description | None:
@@ -85,7 +107,7 @@ class LogicalSource:
         known = self._described
         if known is _UNKNOWN:  # asked for several times by every stage, of very many sources
             known = self._describe()
-            object.__setattr__(self, "_described", known)
+            force_setattr(self, "_described", known)
         return known  # type: ignore[no-any-return]
 
     def _describe(self) -> Description | None:
@@ -335,7 +357,7 @@ def _rows_of(
             partial(_describe_rows, stored, ranges, encoded),
             shape=shape,
             name=stored.name,
-            input_divisor=stored.input_divisor_reader,
+            input_divisor_reader=stored.input_divisor_reader,
         )
     if not encoded:
         return LogicalSource(shape, label, reader.read_values)

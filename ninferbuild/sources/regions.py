@@ -113,7 +113,7 @@ class Region(msgspec.Struct, frozen=True, eq=False):
                 for begin, end in ranges
                 for index, first, last in pieces(begin, end)
             )
-        (span,) = self.spans  # by far the commonest: rows of one tensor
+        span = self.spans[0]  # by far the commonest: rows of one tensor
         base, length = span.begin, span.end - span.begin
         for begin, end in ranges:
             if not 0 <= begin <= end <= length:

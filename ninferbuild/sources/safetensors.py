@@ -6,6 +6,7 @@ reader, see :mod:`ninferbuild.sources.files`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 import json
@@ -29,7 +30,7 @@ from ninferbuild.sources.stored import StoredReader
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SafetensorsFile", "SafetensorsSource", "TensorInfo", "is_described_store", "tensor_source"]
+__all__ = ["SafetensorsFile", "SafetensorsSource", "TensorInfo", "TensorViews", "is_described_store", "tensor_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,37 +321,56 @@ def tensor_source(
         source_shape: the shape that the tensor must have in the store; ``shape`` by default. Checked at the first use,
             with ``ValueError``.
     """
-    shape = tuple(shape)
-    expected = shape if source_shape is None else tuple(source_shape)
-    label = f"{store.path}:{name}[{offset}:{offset + prod(shape)}]"
-    if is_described_store(store, name):
-        reader = StoredReader(partial(_describe_view, store, name, shape, offset, expected), shape=shape, name=name)
-        return LogicalSource(shape, label, reader.read_values)
-
-    def read(begin: int, end: int) -> torch.Tensor:
-        _require_shape(store, name, tuple(store.describe(name).shape), expected)
-        values: torch.Tensor = store.read_flat(name, offset + begin, offset + end)
-        return values
-
-    return LogicalSource(shape, label, read)
+    return TensorViews(store, name, shape, source_shape).at(offset)
 
 
-def _describe_view(
-    store: Any, name: str, shape: tuple[int, ...], offset: int, expected: tuple[int, ...]
-) -> Description:
-    description: Description = store.tensor(name)
-    _require_shape(store, name, description.shape, expected)
-    if offset == 0 and shape == expected:
-        return description
-    try:
-        return description.flat_view(offset, shape)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+class TensorViews:
+    """Views of one shape of a stored tensor, such as the experts of a layer; the arguments are :func:`tensor_source`'s.
 
+    What they have in common is found once.
+    """
 
-def _require_shape(store: Any, name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if actual != expected:
-        raise ValueError(
-            f"{store.path}: {name}: expected source shape {expected}, got {actual}; "
-            "the weights are not those that config.json describes"
-        )
+    def __init__(self, store: Any, name: str, shape: tuple[int, ...], source_shape: tuple[int, ...] | None = None):
+        self._store = store
+        self._name = name
+        self._shape = tuple(shape)
+        self._expected = self._shape if source_shape is None else tuple(source_shape)
+        self._elements = prod(shape)
+        self._label = f"{store.path}:{name}["
+        self._described = is_described_store(store, name)
+        self._view: Callable[[int], Description] | None = None
+
+    def at(self, offset: int) -> LogicalSource:
+        """The view from flat element ``offset``."""
+        shape = self._shape
+        label = f"{self._label}{offset}:{offset + self._elements}]"
+        if self._described:
+            reader = StoredReader(partial(self._describe, offset), shape, self._name)
+            return LogicalSource(shape, label, reader.read_values)
+
+        def read(begin: int, end: int) -> torch.Tensor:
+            self._require_shape(tuple(self._store.describe(self._name).shape))
+            values: torch.Tensor = self._store.read_flat(self._name, offset + begin, offset + end)
+            return values
+
+        return LogicalSource(shape, label, read)
+
+    def _describe(self, offset: int) -> Description:
+        view = self._view
+        if view is None:
+            whole: Description = self._store.tensor(self._name)
+            self._require_shape(whole.shape)
+            if offset == 0 and self._shape == self._expected:
+                return whole
+            view = self._view = whole.flat_views(self._shape)
+        try:
+            return view(offset)
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from error
+
+    def _require_shape(self, actual: tuple[int, ...]) -> None:
+        if actual != self._expected:
+            raise ValueError(
+                f"{self._store.path}: {self._name}: expected source shape {self._expected}, got {actual}; "
+                "the weights are not those that config.json describes"
+            )

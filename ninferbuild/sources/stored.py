@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ninferbuild.sources.description import Description
 
 if TYPE_CHECKING:
@@ -13,41 +15,31 @@ if TYPE_CHECKING:
     from ninferbuild.sources.encoded import EncodedRows
 
 
-class StoredReader:
+class StoredReader(msgspec.Struct, eq=False):
     """Reads values and encoded rows of what ``describe`` describes.
 
     Construction does nothing: a missing or mis-shaped tensor is reported by the first :meth:`describe`. The methods
     are what the built-in constructors put into a ``LogicalSource``; a source is *described* while it carries them.
 
-    Args:
-        describe: makes the description; called once.
+    Attributes:
+        make: makes the description; called once, by :meth:`describe`.
         shape: the shape that the description will have, when it is known already. :meth:`describe` holds it to that.
         name: what error messages call the source.
-        input_divisor: reads the divisor of the activations, apart from the description because no value of the
+        input_divisor_reader: reads the divisor of the activations, apart from the description because no value of the
             weight depends on it.
     """
 
-    __slots__ = ("_describe", "_description", "input_divisor_reader", "name", "shape")
-
-    def __init__(
-        self,
-        describe: Callable[[], Description],
-        *,
-        shape: tuple[int, ...] | None = None,
-        name: str = "source",
-        input_divisor: Callable[[], bytes] | None = None,
-    ):
-        self._describe = describe
-        self._description: Description | None = None
-        self.shape = shape
-        self.name = name
-        self.input_divisor_reader = input_divisor
+    make: Callable[[], Description]
+    shape: tuple[int, ...] | None = None
+    name: str = "source"
+    input_divisor_reader: Callable[[], bytes] | None = None
+    _description: Description | None = None
 
     def describe(self) -> Description:
         """The description, made on the first call. Raises what looking at the stored tensors raises."""
         description = self._description
         if description is None:  # two threads may both make it; the results are equal
-            description = self._describe()
+            description = self.make()
             if self.shape is not None and description.shape != self.shape:
                 raise ValueError(f"{self.name}: described shape {description.shape} differs from {self.shape}")
             self._description = description

@@ -5,12 +5,15 @@ Shapes are ``(rows, columns)`` of a matrix that multiplies a column vector: ``(o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ninferbuild.models.fields import Config
 from ninferbuild.models.model import Model, Parameter, Store
 from ninferbuild.models.qwen3_5.config import is_moe
 from ninferbuild.models.qwen3_5.sources import Placement, StoreMapping
+from ninferbuild.sources.compressed_tensors import has_matrix
+from ninferbuild.sources.safetensors import TensorViews
 
 if TYPE_CHECKING:
     from ninferbuild.models.qwen3_5.compatibility import Compatibility
@@ -61,6 +64,27 @@ class ComponentBuilder:
         self.model.add(
             Parameter(full_name, shape, mapping(self._store), mapping, inputs, direct_format, self._residency)
         )
+
+    def stacked(
+        self, tensor: str, stored: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Callable[[str, tuple[str, ...], int, str], None]:
+        """What adds matrices of ``shape`` that are stored in the tensor ``tensors + tensor`` of shape ``stored``.
+
+        It is called with the name, the inputs, the offset and ``separate``, and does what :meth:`add` would: a model
+        has tens of thousands of experts, of which a layer's have nearly everything in common.
+        """
+        prefix, tensors, store, model = self.prefix, self._tensors, self._store, self.model
+        compatibility, residency, name_of_tensor = self._compatibility, self._residency, tensors + tensor
+        views = TensorViews(store, name_of_tensor, shape, stored)
+
+        def add(name: str, inputs: tuple[str, ...], offset: int, separate: str) -> None:
+            full_name, alone = prefix + name, tensors + separate
+            placement = Placement(name_of_tensor, stored, None, offset, None, alone)
+            mapping = StoreMapping(full_name, shape, placement, store, compatibility)
+            source = mapping(store) if has_matrix(store, alone) else views.at(offset)
+            model.add(Parameter(full_name, shape, source, mapping, inputs, "bf16", residency))
+
+        return add
 
     def input(self, name: str) -> tuple[str, ...]:
         """The mathematical input ``prefix + name`` as a parameter's inputs."""
@@ -172,19 +196,15 @@ def add_mixture(builder: ComponentBuilder, config: Config) -> None:
 
     up_shape, down_shape, size = (width, hidden), (hidden, width), width * hidden
     gate_up, down = (experts, 2 * width, hidden), (experts, hidden, width)
-    names = [(f"experts/{e}/gate", f"experts/{e}/up", f"experts/{e}/down") for e in range(experts)]
-    for e, (gate_name, up_name, down_name) in enumerate(names):
-        first, alone = 2 * e * size, f"experts.{e}."
-        for name, offset, own in (
-            (gate_name, first, alone + "gate_proj.weight"),
-            (up_name, first + size, alone + "up_proj.weight"),
-        ):
-            block.add(name, up_shape, "experts.gate_up_proj", feed, stored=gate_up, offset=offset, separate=own)
-        product = block.input(f"experts/{e}/product")
-        own = alone + "down_proj.weight"
-        block.add(down_name, down_shape, "experts.down_proj", product, stored=down, offset=e * size, separate=own)
-    block.group(*(name for expert in names for name in expert[:2]))
-    block.group(*(expert[2] for expert in names))
+    add_up = block.stacked("experts.gate_up_proj", gate_up, up_shape)
+    add_down = block.stacked("experts.down_proj", down, down_shape)
+    for e in range(experts):
+        name, alone, first = f"experts/{e}/", f"experts.{e}.", 2 * e * size
+        add_up(name + "gate", feed, first, alone + "gate_proj.weight")
+        add_up(name + "up", feed, first + size, alone + "up_proj.weight")
+        add_down(name + "down", block.input(name + "product"), e * size, alone + "down_proj.weight")
+    block.group(*(f"experts/{e}/{role}" for e in range(experts) for role in ("gate", "up")))
+    block.group(*(f"experts/{e}/down" for e in range(experts)))
 
     shared = config["shared_expert_intermediate_size"]
     block.add("shared/gate", (shared, hidden), "shared_expert.gate_proj.weight", feed)

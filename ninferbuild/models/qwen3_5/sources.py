@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ninferbuild.models.model import Store
 from ninferbuild.models.qwen3_5.compatibility import Compatibility, has_model_config
@@ -17,7 +19,7 @@ _NESTED = "model.language_model."
 _FLAT = "model."
 
 
-class Placement(NamedTuple):
+class Placement(msgspec.Struct, frozen=True):
     """Where a parameter lies in a checkpoint of its family.
 
     Attributes:
@@ -37,24 +39,14 @@ class Placement(NamedTuple):
     separate: str | None = None
 
 
-class StoreMapping:
+class StoreMapping(msgspec.Struct, frozen=True, eq=False):
     """The ``source_factory`` of one parameter: ``mapping(store, format) -> LogicalSource``."""
 
-    __slots__ = ("_compatibility", "_origin", "_parameter", "_placement", "_shape")
-
-    def __init__(
-        self,
-        parameter: str,
-        shape: tuple[int, ...],
-        placement: Placement,
-        origin: Store,
-        compatibility: Compatibility,
-    ):
-        self._parameter = parameter
-        self._shape = shape
-        self._placement = placement
-        self._origin = origin
-        self._compatibility = compatibility
+    _parameter: str
+    _shape: tuple[int, ...]
+    _placement: Placement
+    _origin: Store
+    _compatibility: Compatibility
 
     def __call__(self, store: Any, format: str | None = None) -> LogicalSource:
         """The parameter in ``store``; with ``format``, as encoded rows of that format.
@@ -64,10 +56,12 @@ class StoreMapping:
         """
         if store is not self._origin:
             self._compatibility.check(self._parameter, store)
-        tensor, stored, rows, offset, axes, separate = self._placement
+        placement = self._placement
+        stored, rows, offset, axes = placement.stored, placement.rows, placement.offset, placement.axes
+        separate = placement.separate
         if separate is not None and has_matrix(store, name := self._name_in(store, separate)):
             return matrix_source(store, name, (self._shape[0], self._shape[1]), format)
-        name = self._name_in(store, tensor)
+        name = self._name_in(store, placement.tensor)
         if axes is not None:
             if format is not None:
                 raise ValueError(f"{self._parameter}: transpose source requires value access, not {format} rows")
