@@ -36,16 +36,6 @@ from ninferbuild.errors import CacheDamagedError, CacheError
 ELSEWHERE = "choose another with NINFERBUILD_CACHE or [cache] dir"
 
 
-def default_directory() -> Path:
-    """``$NINFERBUILD_CACHE``, else the platform's user cache directory."""
-    chosen = os.environ.get("NINFERBUILD_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("ninferbuild", appauthor=False))
-
-
 class Cache:
     """A handle on one cache directory. Handles of one process share what is open; all methods are thread-safe.
 

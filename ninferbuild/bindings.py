@@ -35,6 +35,10 @@ _Place = tuple[int, Fragment, "TensorSpec"]
 """First element of a parameter that a fragment holds, the fragment, and the parent it lies in."""
 
 
+_NOWHERE: Binding = {}
+"""Stands for a binding that is not known yet."""
+
+
 def bindings_of(recipe: Recipe, parents: Iterable[tuple[TensorSpec, Iterable[Fragment]]]) -> dict[str, Binding]:
     """The bindings of all parameters in recipe order; aliases follow the parameters that own their storage.
 
@@ -42,21 +46,23 @@ def bindings_of(recipe: Recipe, parents: Iterable[tuple[TensorSpec, Iterable[Fra
         ValueError: the fragments of a parameter do not cover it exactly.
     """
     parameters = recipe.model.parameters
-    bindings: dict[str, Binding] = {name: {} for name in recipe.selections if name not in recipe.aliases}
+    bindings: dict[str, Binding] = dict.fromkeys(recipe.selections, _NOWHERE)
+    for name in recipe.aliases:
+        bindings.pop(name, None)
     others: dict[str, list[_Place]] = {}
     for target, fragments in parents:
         identifier = target.id
         for fragment in fragments:
             name, begin, first, last = fragment.parameter, fragment.begin, fragment.first, fragment.last
             shape = parameters[name].shape
-            if begin or last - first != prod(shape) or bindings[name]:
+            if begin or last - first != prod(shape) or bindings[name] is not _NOWHERE:
                 others.setdefault(name, []).append((begin, fragment, target))
             elif first or target.shape != shape:  # as nearly always: one fragment, and all of it
                 bindings[name] = {"parts": [{"object": identifier, "range": [first, last]}]}
             else:
                 bindings[name] = {"object": identifier}
     for name, binding in bindings.items():
-        if not binding:
+        if binding is _NOWHERE:
             bindings[name] = _joined(name, parameters[name].shape, others.pop(name, []))
     for name in others:  # what is stored whole is stored somewhere else too
         raise ValueError(f"{name}: incomplete logical coverage at element {prod(parameters[name].shape)}")

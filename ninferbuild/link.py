@@ -30,10 +30,8 @@ from ninferbuild.artifact.schema import (
     plan_objects,
 )
 from ninferbuild.artifact.sizing import divide
-from ninferbuild.cloning import Cloned, Wanted, clone_unchanged
 from ninferbuild.digest import combine, digest_of
 from ninferbuild.errors import NinferbuildError
-from ninferbuild.payload import PayloadWriter, Placed
 from ninferbuild.publish import StagedFile, publish
 from ninferbuild.report import CONVERTER, report_path
 from ninferbuild.standing import FileState, first_bytes, refuse_foreign, state_of, surplus_of
@@ -43,6 +41,7 @@ from ninferbuild.writeback import WriteBehind, stays_cached
 if TYPE_CHECKING:
     from ninferbuild.auxiliaries import AuxiliaryObject
     from ninferbuild.cache import ActionRecord, BuildRecord, Cache
+    from ninferbuild.cloning import Cloned
     from ninferbuild.staging import Staging
 
 FREE_SPACE_MARGIN = 16 << 20
@@ -159,17 +158,22 @@ def layout_of(directory: Directory, entry_name: str, max_file_bytes: int | None)
         FileSizeError: ``max_file_bytes`` is too small.
         ArtifactError: the directory cannot be written as JSON.
     """
-    members = {
-        b"components": encode_json(directory.components),
-        b"objects": encode_records([item.to_json() for item in directory.objects]),
-        b"bindings": encode_records(directory.bindings),
-        b"uses": encode_records(directory.uses),
-        b"metadata": encode_json(directory.metadata),
-        b"provenance": encode_json(directory.provenance),
-    }
-    encoded = b"{%s}" % b",".join(b'"%s":%s' % member for member in members.items())
+    head = [
+        b'{"components":',
+        encode_json(directory.components),
+        b',"objects":',
+        encode_records([item.to_json() for item in directory.objects]),
+        b',"bindings":',
+        encode_records(directory.bindings),
+        b',"uses":',
+        encode_records(directory.uses),
+        b',"metadata":',
+        encode_json(directory.metadata),
+        b',"provenance":',
+        encode_json(directory.provenance),
+    ]
     try:
-        records, text, offset = divide(entry_name, encoded, directory.payload_bytes, max_file_bytes)
+        records, text, offset = divide(entry_name, head, directory.payload_bytes, max_file_bytes)
     except ArtifactError as error:
         raise FileSizeError(f"--max-file-bytes, or max_file_bytes of a target: {error}") from None
     files = tuple(FileRecord(record["path"], record["payload_bytes"]) for record in records)
@@ -344,6 +348,8 @@ def _clone(
     complete: frozenset[str],
     previous: BuildRecord | None,
 ) -> Cloned:
+    from ninferbuild.cloning import Cloned, Wanted, clone_unchanged  # only what links writes payloads
+
     objects = layout.directory.objects
     wanted = [
         (index, Wanted(item.id, record.key, item.offset, item.bytes))
@@ -366,6 +372,8 @@ def _write_payload(
     behind: WriteBehind,
 ) -> int:
     """Put every object that is not ``complete`` in its place; how many of the cloned blocks were not as expected."""
+    from ninferbuild.payload import PayloadWriter, Placed
+
     segments = SegmentMap(layout.directory.files, layout.payload_offset)
     writer = PayloadWriter(segments, staged, behind)
     objects = layout.directory.objects

@@ -30,6 +30,9 @@ SETTLED_NS = 2_000_000_000
 """How long before the hashing a file must have been left alone, in nanoseconds."""
 
 
+_BOUNDS = struct.Struct("<QQ")
+
+
 class Memo:
     """Digests of regions across builds, and the state of source files within one build.
 
@@ -69,8 +72,9 @@ class Memo:
         """Identity of a region: equal for equal byte ranges of the same unchanged files, 16 bytes."""
         spans = region.spans
         if len(spans) == 1:
-            (span,) = spans
-            return xxhash.xxh3_128_digest(self._file(span.file)[2] + struct.pack("<QQ", span.begin, span.end))
+            span = spans[0]
+            entry = self._seen.get(id(span.file)) or self._file(span.file)
+            return xxhash.xxh3_128_digest(entry[2] + _BOUNDS.pack(span.begin, span.end))
         self._empty |= not spans
         hasher = xxhash.xxh3_128()
         current: SourceFile | None = None
@@ -78,7 +82,7 @@ class Memo:
             if span.file is not current:
                 current = span.file
                 hasher.update(self._file(current)[2])
-            hasher.update(struct.pack("<QQ", span.begin, span.end))
+            hasher.update(_BOUNDS.pack(span.begin, span.end))
         return hasher.digest()
 
     def lies_in_memory(self, region: Region) -> bool:

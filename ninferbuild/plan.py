@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ninferbuild.artifact.formats import DIRECT_FORMATS, default_layout
 from ninferbuild.artifact.layouts import encoded_size
@@ -25,6 +25,9 @@ from ninferbuild.rules import rule_of
 from ninferbuild.rules.rule import Rule, RuleCheck
 from ninferbuild.sources.logical import LogicalSource, leading_rows
 from ninferbuild.user_errors import message_of
+
+if TYPE_CHECKING:
+    from ninferbuild.models.model import Parameter
 
 __all__ = ["AuxiliaryObject", "Fragment", "Parent", "PlannedRecipe", "plan_parents", "prepare", "prepare_user_method"]
 
@@ -186,10 +189,11 @@ def _parents(recipe: Recipe, device: str, rows_per_chunk: int, *, check_rules: b
     parameters = recipe.model.parameters
     sizes = _Sizes()
     for index, (items, chosen_shape, explicit) in enumerate(_partition(recipe)):
-        if len(items) > 1:
-            _require_one_residency(recipe, items)
+        members = [parameters[name] for name, _ in items]
+        if len({member.residency for member in members}) > 1:
+            raise _several_residencies(members)
         choice = items[0][1]
-        inputs = tuple([_input(name, selection, parameters[name].inputs) for name, selection in items])
+        inputs = tuple([_input(name, item, member.inputs) for (name, item), member in zip(items, members, strict=True)])
         try:
             target = _target(f"{WEIGHT}{index:06d}", choice, inputs, chosen_shape, explicit, sizes)
         except ValueError as error:
@@ -306,15 +310,12 @@ def _weight_divisor(source: LogicalSource) -> bytes | None:
     return source.weight_divisor()
 
 
-def _require_one_residency(recipe: Recipe, items: Sequence[Item]) -> None:
-    names = [name for name, _ in items]
-    parameters = recipe.model.parameters
-    residencies = {parameters[name].residency for name in names}
-    if len(residencies) > 1:
-        raise ValueError(
-            f"parameters of independently selected residencies ({', '.join(sorted(residencies))}) "
-            f"cannot share one parent: {_listed(names)}"
-        )
+def _several_residencies(members: Sequence[Parameter]) -> ValueError:
+    residencies = sorted({member.residency for member in members})
+    return ValueError(
+        f"parameters of independently selected residencies ({', '.join(residencies)}) "
+        f"cannot share one parent: {_listed([member.name for member in members])}"
+    )
 
 
 def _input(name: str, selection: Selection, inputs: tuple[str, ...]) -> MethodInput:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ninferbuild import link as linker
 from ninferbuild.artifact.layouts import encoded_size
-from ninferbuild.cache import Cache, Writer
 from ninferbuild.configure import configured
+from ninferbuild.ending import keep_to_the_end
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.plan import plan_parents, prepare_user_method
 from ninferbuild.publish import behind_link
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import networkx
 
     from ninferbuild.artifact.schema import Directory
+    from ninferbuild.cache import Cache, Writer
     from ninferbuild.history import Explanation
     from ninferbuild.importance_use import ImportanceUse
     from ninferbuild.plan import Parent, PlannedRecipe
@@ -119,7 +120,9 @@ def plan(
         as :func:`build`, as far as nothing has to be encoded to find out.
     """
     target = replace(target, out=behind_link(target.out))
+    keep_to_the_end(None)  # one plan at a time
     with previewed(target, hash_sources=hash_sources, device=device, rehash=rehash) as (session, cache):
+        keep_to_the_end(session)
         explanations = None
         if explain:
             from ninferbuild.history import Explainer
@@ -134,12 +137,12 @@ def plan(
         shared: set[int] = set()
         actions = []
         for parent, action in zip(session.planned.parents, session.action_of(), strict=True):
-            spec = parent.target
-            more = f" (+{len(parent.names) - 1})" if len(parent.names) > 1 else ""
+            spec, names = parent.target, parent.names
+            more = f" (+{len(names) - 1})" if len(names) > 1 else ""
             actions.append(
                 PlannedAction(
-                    name=parent.names[0] + more,
-                    parameters=parent.names,
+                    name=names[0] + more,
+                    parameters=names,
                     state="cached" if id(action) in shared else action.state,
                     format=spec.format,
                     layout=spec.layout,

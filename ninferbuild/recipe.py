@@ -121,12 +121,12 @@ class Recipe:
     @collection_paused()
     def _add(self, parameters: Iterable[tuple[str, Parameter]]) -> None:
         self._names = None
+        selections, policies = self.selections, self.policies
         for name, parameter in parameters:
             size, source = prod(parameter.shape), parameter.source
-            whole = Selection(0, size, parameter.direct_format, None, cast_direct, source, {})
-            self.selections[name] = [whole]
+            selections[name] = [Selection(0, size, parameter.direct_format, None, cast_direct, source, {})]
             for input_name in parameter.inputs:
-                self.policies[name, input_name] = DEFAULT_POLICY
+                policies[name, input_name] = DEFAULT_POLICY
 
     def match(self, selectors: str | Sequence[str]) -> tuple[str, ...]:
         """The parameter names that ``selectors`` select, in first-seen order without repeats.
@@ -140,9 +140,12 @@ class Recipe:
         patterns = (selectors,) if isinstance(selectors, str) else tuple(selectors)
         if not patterns:
             raise ValueError("parameter selectors must not be empty")
-        found: dict[str, None] = {}
+        found: dict[str, None] = dict.fromkeys(patterns)
+        if found.keys() <= self.selections.keys():  # far the commonest, and an index of very many names takes its time
+            return tuple(found)
+        found = {}
         for pattern in patterns:
-            if pattern in self.selections:  # far the commonest, and an index of very many names takes its time
+            if pattern in self.selections:
                 found[pattern] = None
                 continue
             if self._names is None or len(self._names) != len(self.selections):
@@ -199,8 +202,13 @@ class Recipe:
                 _require_shape(name, source, shape)
             begin, end = (0, prod(shape)) if rows is None else _element_range(name, shape, rows)
             if physical:
-                aliases.pop(name, None)
-                selections[name] = _rewritten(selections[name], begin, end, changes)
+                if aliases:
+                    aliases.pop(name, None)
+                known = selections[name]
+                if len(known) == 1 and begin <= known[0].begin < known[0].end <= end:  # nearly all
+                    selections[name] = [changes.made_to(known[0])]
+                else:
+                    selections[name] = _rewritten(known, begin, end, changes)
             if activation_policy is not None:
                 for input_name in parameter.inputs:
                     key = (name, input_name)
@@ -342,17 +350,19 @@ class _Changes(NamedTuple):
     source: LogicalSource | None
     parameters: dict[str, Any] | None
 
-    def made_to(self, item: Selection, begin: int, end: int) -> Selection:
-        """Elements ``[begin, end)`` of ``item`` with these choices. A recipe of a big model does this 100,000 times."""
-        layout = item.layout if self.layout is None else self.layout
+    def made_to(self, item: Selection) -> Selection:
+        """``item`` with these choices. A recipe of a big model does this 100,000 times."""
+        format, layout, method, source, parameters = self
+        if layout is None:
+            layout = item.layout
         return Selection(
-            begin,
-            end,
-            item.format if self.format is None else self.format,
+            item.begin,
+            item.end,
+            item.format if format is None else format,
             None if layout == "auto" else layout,
-            item.method if self.method is None else self.method,
-            item.source if self.source is None else self.source,
-            item.parameters if self.parameters is None else self.parameters,
+            item.method if method is None else method,
+            item.source if source is None else source,
+            item.parameters if parameters is None else parameters,
         )
 
 
@@ -388,16 +398,13 @@ def _rewritten(selections: list[Selection], begin: int, end: int, changes: _Chan
     """Selections with ``changes`` made to elements ``[begin, end)``; those that straddle a bound are split."""
     result = []
     for item in selections:
-        if begin <= item.begin < item.end <= end:  # nearly all
-            result.append(changes.made_to(item, item.begin, item.end))
-            continue
         first, last = max(item.begin, begin), min(item.end, end)
         if first >= last:
             result.append(item)
             continue
         if item.begin < first:
             result.append(structs.replace(item, end=first))
-        result.append(changes.made_to(item, first, last))
+        result.append(changes.made_to(structs.replace(item, begin=first, end=last)))
         if last < item.end:
             result.append(structs.replace(item, begin=last))
     return result

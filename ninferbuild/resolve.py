@@ -8,7 +8,6 @@ three samples of each region tells whether the cache can hold a result at all; o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 import os
 import threading
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Literal
 import xxhash
 
 from ninferbuild import manifest
-from ninferbuild.cache import ActionRecord, Cache, Writer
 from ninferbuild.device import Device
 from ninferbuild.hashing import hash_inputs, hash_region
 from ninferbuild.memo import Memo
 from ninferbuild.sources.regions import Region
 
 if TYPE_CHECKING:
+    from ninferbuild.cache import ActionRecord, Cache, Writer
     from ninferbuild.fingerprint import Fingerprint, Fingerprints, Reason
     from ninferbuild.plan import Parent
     from ninferbuild.user_actions import UserCode
@@ -144,8 +143,8 @@ class Resolver:
             regions = _slot_regions(parent)
             keys = tuple(self._memo.key(region) if region is not None else None for region in regions)
             identity = xxhash.xxh3_128(filled.stem().encode())
-            for index, (key, item) in enumerate(zip(keys, regions, strict=True)):
-                identity.update(key if item is not None and key is not None else _opaque_identity(parent, index))
+            for index, key in enumerate(keys):
+                identity.update(key if key is not None else _opaque_identity(parent, index))
             if parent.rule is None or (code is not None and code.reasons):
                 identity.update(_opaque_identity(parent, -1))
             action = found.get(identity.digest())
@@ -194,6 +193,8 @@ class Resolver:
         return self._cache is not None and not self._rerun and not action.uncacheable
 
     def _hash_all(self, actions: Sequence[Action], cancel: threading.Event) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # most plans hash nothing
+
         with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="hash") as pool:
             try:
                 list(pool.map(lambda action: self.hash(action, cancel), actions))

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ninferbuild import link as linker
-from ninferbuild.cache import ActionRecord, Cache, Writer
 from ninferbuild.configure import Configured, configured
 from ninferbuild.device import Device
 from ninferbuild.digest import combine
@@ -25,6 +24,7 @@ from ninferbuild.report import report_path
 from ninferbuild.resolve import Action, Resolver
 
 if TYPE_CHECKING:
+    from ninferbuild.cache import ActionRecord, Cache, Writer
     from ninferbuild.method import AuxiliaryKey
     from ninferbuild.plan import Parent
     from ninferbuild.target import Target
@@ -72,6 +72,8 @@ def open_cache(target: Target, *, read_only: bool = False) -> Cache:
     Raises:
         CacheError: it cannot be used.
     """
+    from ninferbuild.cache import Cache  # a plan where nothing is cached needs none of it
+
     settings = target.cache
     return Cache.open(
         settings.directory(),

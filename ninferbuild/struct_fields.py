@@ -22,8 +22,8 @@ def with_dataclass_fields(struct: S) -> S:
     # `help` evaluates what is annotated to show a signature, and names that only type checkers import are not there.
     struct.__annotations__ = dict.fromkeys(struct.__annotations__, Any)
     names = [(name, object) for name in struct.__struct_fields__ if not name.startswith("_")]
-    described = dataclasses.make_dataclass(  # methods would be compiled, and nobody calls them
-        struct.__name__, names, init=False, repr=False, eq=False, match_args=False
+    described = dataclasses.make_dataclass(  # methods would be compiled and a text written, and nobody asks for them
+        struct.__name__, names, init=False, repr=False, eq=False, match_args=False, namespace={"__doc__": "fields"}
     )
     struct.__dataclass_fields__ = described.__dataclass_fields__  # type: ignore[attr-defined]
     struct.__setattr__ = _refuse_to_assign  # type: ignore[method-assign]

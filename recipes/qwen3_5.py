@@ -126,8 +126,10 @@ def qwen3_6_35b_a3b(model: Model, recipe: Recipe, sources: Sources) -> None:
     recipe.assign(EMBEDDING, format=Q8, method="grouped_absmax")
     recipe.assign(HEAD, format=Q6, method="grouped_absmax")
 
+    unquantised = GDN_GATES + ROUTING
+
     def choose(name: str) -> str | None:
-        if name.endswith(GDN_GATES + ROUTING):
+        if name.endswith(unquantised):
             return None
         if "/moe/experts/" not in name:
             return Q8

@@ -18,7 +18,7 @@ def refuse_parameters(rule: str, request: PrepareRequest) -> None:
 def check_counts(request: PrepareRequest, where: str = "") -> None:
     """Raises ``ValueError`` unless the inputs fill the parent exactly, told with ``where`` in front, and the chunk size
     is usable."""
-    inputs, parent = request.source_offsets[-1], prod(request.target.shape)
+    inputs, parent = sum([prod(item.source.shape) for item in request.inputs]), prod(request.target.shape)
     if inputs != parent:
         raise ValueError(f"{where}parent and logical source counts differ: {parent} elements from {inputs}")
     rows = request.rows_per_chunk

@@ -125,7 +125,10 @@ def report(path: Path) -> None:
 def main() -> int:
     sys.path[0:1] = [str(ROOT), str(ROOT / "ci")]
     path, kind, *arguments = sys.argv[1:]
+    from ninferbuild.ending import process_ends_at_once
+
     gc.disable()  # as the `ninferbuild` program does
+    process_ends_at_once()
     code = COMMANDS[kind](arguments)
     report(Path(path))
     return code

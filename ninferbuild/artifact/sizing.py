@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 
@@ -53,15 +53,18 @@ def layout_directory(
     except RecursionError as error:
         raise ArtifactError("directory: the description is nested too deeply or contains itself") from error
 
-    files, text, start = divide(entry_name, encode_json(root), payload_bytes, max_file_bytes)
+    files, text, start = divide(entry_name, [encode_json(root)[:-1]], payload_bytes, max_file_bytes)
     directory = parse_directory({**root, "files": files}, entry_name=entry_name)
     return directory, text, start
 
 
 def divide(
-    entry_name: str, encoded: bytes, payload_bytes: int, max_file_bytes: int | None
+    entry_name: str, head: Sequence[bytes], payload_bytes: int, max_file_bytes: int | None
 ) -> tuple[list[dict[str, Any]], bytes, int]:
-    """Divide a payload into files, given the JSON text of a directory that lacks ``files``.
+    """Divide a payload into files, given the JSON text of a directory up to ``files``.
+
+    Args:
+        head: pieces of the text, which may be many megabytes and are copied once.
 
     Returns:
         the records of ``files``; the whole directory's text, padded to the length of the JSON region; the offset of
@@ -70,20 +73,19 @@ def divide(
     Raises:
         ArtifactError: the limit is too small.
     """
-    head = encoded[:-1]
+    size = sum(map(len, head))
 
-    def text(files: list[dict[str, Any]]) -> bytes:
-        return b'%s,"files":%s}' % (head, encode_json(files))
+    def tail(files: list[dict[str, Any]]) -> bytes:
+        return b',"files":%s}' % encode_json(files)
 
-    whole = [{"path": None, "payload_bytes": payload_bytes}]
-    reserve = _reserve(len(text(whole)))
+    reserve = _reserve(size + len(tail([{"path": None, "payload_bytes": payload_bytes}])))
     while True:
         start = HEADER.size + reserve
         files = _segments(entry_name, payload_bytes, start, max_file_bytes)
-        whole_text = text(files)
-        if len(whole_text) <= reserve:
-            return files, whole_text.ljust(reserve), start
-        reserve = _reserve(len(whole_text))
+        end = tail(files)
+        if size + len(end) <= reserve:
+            return files, b"".join([*head, end.ljust(reserve - size)]), start
+        reserve = _reserve(size + len(end))
 
 
 def _reserve(text_bytes: int) -> int:

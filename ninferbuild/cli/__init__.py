@@ -13,6 +13,8 @@ import os
 import sys
 from typing import NoReturn
 
+from ninferbuild.ending import process_ends_at_once
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line with ``args`` (``sys.argv`` if None); the exit code: 0 ok, 1 failed, 2 usage, 3 differs,
@@ -30,6 +32,7 @@ def console() -> NoReturn:
     # A build makes very many objects that live as long as the process, and next to no cycles: looking for those would
     # take longer than planning does, and longer than importing torch.
     gc.disable()
+    process_ends_at_once()
     try:
         _write_any_text()
         code = main()
