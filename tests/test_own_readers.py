@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from fixtures.changes.bench import Bench, contents
 import pytest
 
 from ninferbuild.artifact.reader import Artifact
+from ninferbuild.fingerprint import Fingerprints
+from ninferbuild.sources.safetensors import TensorViews, tensor_source
 
 
 @pytest.fixture
@@ -195,3 +199,32 @@ def test_names_of_parameters_keep_their_type(bench: Bench) -> None:
         assert contents(changed.result) == bench.fresh(bench.root / f"fresh-{number}")
     bench.edit("recipe.py", '{"1": 2, "2": 3}', """{"1: int 2\\nparameter.2": 3}""")
     assert bench.build().ran == ["final_norm"]
+
+
+class OwnStore:
+    path = "own"
+
+    def describe(self, name: str) -> Any:
+        return SimpleNamespace(shape=(4, 128))
+
+    def read_flat(self, name: str, begin: int, end: int) -> Any:
+        import torch
+
+        return torch.arange(begin, end)
+
+
+def test_the_function_that_reads_a_store_of_ones_own_keeps_its_identity() -> None:
+    views = TensorViews(OwnStore(), "x", (2, 128), (4, 128))
+    for source in (tensor_source(OwnStore(), "x", (2, 128), offset=128, source_shape=(4, 128)), views.at(128)):
+        taken = Fingerprints().of(source.read_values)
+        read = "ninferbuild.sources.safetensors.tensor_source.<locals>.read"
+        assert taken.uncacheable == ()
+        assert [line for line in taken.lines if line.startswith((f"{read} closure", "subject"))] == [
+            f"{read} closure expected = tuple (int 4, int 128)",
+            f'{read} closure name = str "x"',
+            f"{read} closure offset = int 128",
+            f"{read} closure store = #0 instance of class {OwnStore.__module__}.OwnStore ()",
+            f"subject = function {read}",
+        ]
+        assert source.label == "own:x[128:384]"
+        assert source.values(1, 3).tolist() == [129, 130]

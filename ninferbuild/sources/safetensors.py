@@ -321,7 +321,18 @@ def tensor_source(
         source_shape: the shape that the tensor must have in the store; ``shape`` by default. Checked at the first use,
             with ``ValueError``.
     """
-    return TensorViews(store, name, shape, source_shape).at(offset)
+    shape = tuple(shape)
+    expected = shape if source_shape is None else tuple(source_shape)
+    if is_described_store(store, name):
+        return TensorViews(store, name, shape, expected).at(offset)
+
+    # Its name and what it holds are part of the keys of actions that read a user's store through it.
+    def read(begin: int, end: int) -> torch.Tensor:
+        _require_shape(store, name, tuple(store.describe(name).shape), expected)
+        values: torch.Tensor = store.read_flat(name, offset + begin, offset + end)
+        return values
+
+    return LogicalSource(shape, f"{store.path}:{name}[{offset}:{offset + prod(shape)}]", read)
 
 
 class TensorViews:
@@ -330,11 +341,11 @@ class TensorViews:
     What they have in common is found once.
     """
 
-    def __init__(self, store: Any, name: str, shape: tuple[int, ...], source_shape: tuple[int, ...] | None = None):
+    def __init__(self, store: Any, name: str, shape: tuple[int, ...], source_shape: tuple[int, ...]):
         self._store = store
         self._name = name
-        self._shape = tuple(shape)
-        self._expected = self._shape if source_shape is None else tuple(source_shape)
+        self._shape = shape
+        self._expected = source_shape
         self._elements = prod(shape)
         self._label = f"{store.path}:{name}["
         self._described = is_described_store(store, name)
@@ -343,23 +354,16 @@ class TensorViews:
     def at(self, offset: int) -> LogicalSource:
         """The view from flat element ``offset``."""
         shape = self._shape
-        label = f"{self._label}{offset}:{offset + self._elements}]"
-        if self._described:
-            reader = StoredReader(partial(self._describe, offset), shape, self._name)
-            return LogicalSource(shape, label, reader.read_values)
-
-        def read(begin: int, end: int) -> torch.Tensor:
-            self._require_shape(tuple(self._store.describe(self._name).shape))
-            values: torch.Tensor = self._store.read_flat(self._name, offset + begin, offset + end)
-            return values
-
-        return LogicalSource(shape, label, read)
+        if not self._described:
+            return tensor_source(self._store, self._name, shape, offset=offset, source_shape=self._expected)
+        reader = StoredReader(partial(self._describe, offset), shape, self._name)
+        return LogicalSource(shape, f"{self._label}{offset}:{offset + self._elements}]", reader.read_values)
 
     def _describe(self, offset: int) -> Description:
         view = self._view
         if view is None:
             whole: Description = self._store.tensor(self._name)
-            self._require_shape(whole.shape)
+            _require_shape(self._store, self._name, whole.shape, self._expected)
             if offset == 0 and self._shape == self._expected:
                 return whole
             view = self._view = whole.flat_views(self._shape)
@@ -368,9 +372,10 @@ class TensorViews:
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}") from error
 
-    def _require_shape(self, actual: tuple[int, ...]) -> None:
-        if actual != self._expected:
-            raise ValueError(
-                f"{self._store.path}: {self._name}: expected source shape {self._expected}, got {actual}; "
-                "the weights are not those that config.json describes"
-            )
+
+def _require_shape(store: Any, name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if actual != expected:
+        raise ValueError(
+            f"{store.path}: {name}: expected source shape {expected}, got {actual}; "
+            "the weights are not those that config.json describes"
+        )

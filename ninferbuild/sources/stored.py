@@ -35,6 +35,9 @@ class StoredReader(msgspec.Struct, eq=False):
     input_divisor_reader: Callable[[], bytes] | None = None
     _description: Description | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     def describe(self) -> Description:
         """The description, made on the first call. Raises what looking at the stored tensors raises."""
         description = self._description
