@@ -6,28 +6,31 @@ A format is a row of a table. Where its words go inside an object is the busines
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class NumericFormat:
+from ninferbuild.struct_fields import with_dataclass_fields
+
+
+@with_dataclass_fields
+class NumericFormat(msgspec.Struct, frozen=True):
     """A registered format. ``layout`` names the one layout that the formats of this class are stored in."""
 
     name: str
     layout: ClassVar[str]
 
 
-@dataclass(frozen=True, slots=True)
-class DirectFormat(NumericFormat):
+@with_dataclass_fields
+class DirectFormat(NumericFormat, frozen=True):
     """Values stored as they are, ``word_bytes`` bytes each, little-endian."""
 
     word_bytes: int
     layout: ClassVar[str] = "contiguous_le_v1"
 
 
-@dataclass(frozen=True, slots=True)
-class QuantFormat(NumericFormat):
+@with_dataclass_fields
+class QuantFormat(NumericFormat, frozen=True):
     """Signed integer codes of ``bits`` bits with one binary16 scale for ``group_size`` columns.
 
     ``value = scale * code``. A code is legal in ``qmin..qmax``; its stored word is the code modulo ``2**bits``.
@@ -50,23 +53,23 @@ class QuantFormat(NumericFormat):
         return self.group_size * (self.bits - 4) // 8 if self.bits in (5, 6) else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Nvfp4Format(NumericFormat):
+@with_dataclass_fields
+class Nvfp4Format(NumericFormat, frozen=True):
     """E2M1 codes, an E4M3FN scale for ``group_size`` columns, a binary32 divisor for each stacked matrix."""
 
     group_size: int
     layout: ClassVar[str] = "block_scale_k16_m128x4_v1"
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8RowFormat(NumericFormat):
+@with_dataclass_fields
+class Fp8RowFormat(NumericFormat, frozen=True):
     """E4M3FN codes with one bfloat16 scale for each row."""
 
     layout: ClassVar[str] = "row_scale_v1"
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFormat(NumericFormat):
+@with_dataclass_fields
+class GgufFormat(NumericFormat, frozen=True):
     """A block type of ggml, kept byte for byte: ``block_elements`` values in ``block_bytes`` bytes.
 
     ``ggml_type`` is the type's number in a GGUF file. Every bit pattern is legal.

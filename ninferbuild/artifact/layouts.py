@@ -8,9 +8,10 @@ whole tiles of 128 rows; its divisor plane holds one word for each stacked matri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
+
+import msgspec
 
 from ninferbuild.artifact.formats import (
     DirectFormat,
@@ -21,6 +22,7 @@ from ninferbuild.artifact.formats import (
     QuantFormat,
     get_format,
 )
+from ninferbuild.struct_fields import with_dataclass_fields
 
 F = TypeVar("F", bound=NumericFormat)
 
@@ -43,8 +45,8 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+@with_dataclass_fields
+class Plane(msgspec.Struct, frozen=True):
     """A run of data inside an object.
 
     Attributes:
@@ -92,8 +94,8 @@ def _typed(format: str | NumericFormat, kind: type[F], layout: str) -> F:
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class ContiguousGeometry:
+@with_dataclass_fields
+class ContiguousGeometry(msgspec.Struct, frozen=True):
     """``contiguous_le_v1``: words in C order."""
 
     elements: int
@@ -101,8 +103,8 @@ class ContiguousGeometry:
     planes: tuple[Plane, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowSplitGeometry:
+@with_dataclass_fields
+class RowSplitGeometry(msgspec.Struct, frozen=True):
     """``row_split_k128_v1``: base, high and scale planes; ``groups`` is the number of physical groups of a row."""
 
     rows: int
@@ -117,8 +119,8 @@ class RowSplitGeometry:
     planes: tuple[Plane, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockScaleGeometry:
+@with_dataclass_fields
+class BlockScaleGeometry(msgspec.Struct, frozen=True):
     """``block_scale_k16_m128x4_v1``: codes, swizzled scales, divisor words."""
 
     rows: int
@@ -133,8 +135,8 @@ class BlockScaleGeometry:
         return self.rows // self.divisors
 
 
-@dataclass(frozen=True, slots=True)
-class RowScaleGeometry:
+@with_dataclass_fields
+class RowScaleGeometry(msgspec.Struct, frozen=True):
     """``row_scale_v1``: codes, then one scale for each row."""
 
     rows: int
@@ -143,8 +145,8 @@ class RowScaleGeometry:
     planes: tuple[Plane, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GgufBlocksGeometry:
+@with_dataclass_fields
+class GgufBlocksGeometry(msgspec.Struct, frozen=True):
     """``gguf_blocks_v1``: rows of whole blocks, one after another, without padding."""
 
     rows: int
@@ -252,8 +254,8 @@ def _positive_divisors(divisors: int) -> None:
         raise ValueError(f"the number of divisors must be a positive integer, not {divisors!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+@with_dataclass_fields
+class Layout(msgspec.Struct, frozen=True):
     """A registered layout.
 
     Attributes:
