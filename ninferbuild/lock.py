@@ -21,11 +21,20 @@ from ninferbuild.toml_text import toml_key, toml_value
 
 VERSION = 1
 
+LOCK_NAME = "ninferbuild.lock"
+"""The lock of ``ninferbuild.toml``."""
+
+_FIRST_WORDS = "# Written by 'ninferbuild lock'"
+
 HEADER = f"""\
-# Written by 'ninferbuild lock': what builds of these targets have to give. Commit it, and let 'ninferbuild lock' change
+{_FIRST_WORDS}: what builds of these targets have to give. Commit it, and let 'ninferbuild lock' change
 # it. 'information' and 'actions' explain a difference and decide nothing.
 version = {VERSION}
 """
+
+
+class DamagedLockError(UsageError):
+    """A file that should be a lock is none; its message says why."""
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -109,20 +118,21 @@ def read_lock(path: Path) -> dict[str, LockedTarget]:
     """The targets of the lock ``path``, by name.
 
     Raises:
-        UsageError: the file is no lock, or one that only a newer ninferbuild reads.
+        DamagedLockError: the file is no lock.
+        UsageError: only a newer ninferbuild reads it.
         OSError: it cannot be read.
     """
     try:
         content = tomllib.loads(path.read_bytes().decode())
     except ValueError as error:  # of decoding too
-        raise UsageError(f"{path}: not a lock: {error}; write it again with 'ninferbuild lock'") from None
+        raise DamagedLockError(f"{path}: not a lock: {error}; write it again with 'ninferbuild lock'") from None
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         raise UsageError(f"{path}: version {version} of the lock is newer than this ninferbuild, which reads {VERSION}")
     try:
         return msgspec.convert(content, _Lock).targets
     except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: not a lock: {error}; write it again with 'ninferbuild lock'") from None
+        raise DamagedLockError(f"{path}: not a lock: {error}; write it again with 'ninferbuild lock'") from None
 
 
 def locked_target(path: Path, name: str) -> LockedTarget:
@@ -140,25 +150,40 @@ def locked_target(path: Path, name: str) -> LockedTarget:
     return targets[name]
 
 
+def kept_targets(path: Path) -> tuple[dict[str, LockedTarget], bool]:
+    """The targets that the lock ``path`` holds when it is written again, and whether a damaged one loses its own.
+
+    Only what is a lock by its name or by its first line is given up so; what else lies there is somebody's file.
+
+    Raises:
+        UsageError: the file is no lock and does not look like one that was damaged, or a newer ninferbuild wrote it.
+        OSError: it cannot be read.
+    """
+    try:
+        return read_lock(path), False
+    except FileNotFoundError:
+        return {}, False
+    except DamagedLockError as error:
+        if path.name != LOCK_NAME and not path.read_bytes().startswith(_FIRST_WORDS.encode()):
+            reason = str(error).rpartition(";")[0]
+            raise DamagedLockError(f"{reason}; remove it, or give the target file another name") from None
+        return {}, True
+
+
 def update_lock(path: Path, changed: Mapping[str, LockedTarget]) -> bool:
-    """Put ``changed`` into the lock ``path`` in one step; other targets stay as they are.
+    """Put ``changed`` into the lock ``path`` in one step; other targets stay as they are, those of a damaged lock go.
 
     Returns:
         whether that changed the file; one that says the same already is left alone.
 
     Raises:
-        UsageError: the file that is there is no lock.
+        UsageError: as :func:`kept_targets`.
         OSError: it cannot be written.
     """
     with platform_io.locked_directory(path.parent):
-        try:
-            before = path.read_bytes()
-        except FileNotFoundError:
-            targets, before = {}, b""
-        else:
-            targets = read_lock(path)
+        targets, _ = kept_targets(path)
         after = lock_text({**targets, **changed}).encode()
-        if after == before:
+        if path.exists() and path.read_bytes() == after:
             return False
         replace_file(path, after)
         return True

@@ -11,7 +11,7 @@ from ninferbuild.build import build
 from ninferbuild.cache import Cache
 from ninferbuild.describe import describe_artifact, recorded_actions
 from ninferbuild.errors import CacheError, UsageError
-from ninferbuild.lock import LockedAction, LockedTarget, lock_path, sums_path, sums_text, update_lock
+from ninferbuild.lock import LockedAction, LockedTarget, kept_targets, lock_path, sums_path, sums_text, update_lock
 from ninferbuild.publish import behind_link, replace_file
 from ninferbuild.session import open_cache
 
@@ -28,6 +28,7 @@ class Locked:
         path: the lock.
         sums: the file for ``sha256sum -c``.
         changed: whether the lock says something else than before.
+        lost: whether a damaged lock was replaced, and with it what it held of other targets.
     """
 
     target: Target
@@ -35,6 +36,7 @@ class Locked:
     sums: Path
     content: LockedTarget
     changed: bool
+    lost: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON values."""
@@ -55,20 +57,21 @@ class Locked:
 def lock(
     target: Target, *, device: str | None = None, jobs: int | None = None, progress: Progress | None = None
 ) -> Locked:
-    """Lock what building ``target`` gives. The lock's other targets stay as they are.
+    """Lock what building ``target`` gives. The lock's other targets stay as they are, unless it is damaged.
 
     Raises:
-        UsageError: the target has no file beside which a lock could lie.
+        UsageError: the target has no file beside which a lock could lie, or what lies there is no lock.
         NinferbuildError, ValueError, TypeError, OSError: as :func:`ninferbuild.build.build`; the lock stays as it is.
     """
     path = lock_of(target)
+    _, lost = kept_targets(path)  # before the work of a build
     target = replace(target, out=behind_link(target.out))  # file names of the lock are those of the files
     build(target, device=device, jobs=jobs, progress=progress)
     content = describe_artifact(target.out, actions_of(target, target.out))
     sums, text = sums_path(target.out), sums_text(content.files).encode()
     if not sums.exists() or sums.read_bytes() != text:
         replace_file(sums, text)
-    return Locked(target, path, sums, content, update_lock(path, {target.name: content}))
+    return Locked(target, path, sums, content, update_lock(path, {target.name: content}), lost)
 
 
 def lock_of(target: Target) -> Path:

@@ -30,6 +30,7 @@ from ninferbuild.lock import (
     LockedFile,
     LockedObject,
     LockedTarget,
+    kept_targets,
     lock_text,
     locked_target,
     read_lock,
@@ -196,9 +197,33 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
     with pytest.raises(UsageError, match=message) as caught:
         read_lock(path)
     assert str(path) in str(caught.value)
+    foreign = path.rename(tmp_path / "poetry.lock")
     with pytest.raises(UsageError, match=message):
+        update_lock(foreign, {"t": entry(1)})
+    assert foreign.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["ninferbuild.lock", "release.lock"])
+@pytest.mark.parametrize("keep", [0, 70, 300], ids=["empty", "within the header", "within a target"])
+def test_a_damaged_lock_is_written_anew(tmp_path: Path, name: str, keep: int) -> None:
+    path = tmp_path / name
+    text = lock_text({"other": entry(1)})[:keep]
+    path.write_text(text)
+    if name == "release.lock" and not keep:
+        with pytest.raises(UsageError, match="remove it"):
+            update_lock(path, {"t": entry(2)})
+        return
+    assert kept_targets(path) == ({}, True)
+    assert update_lock(path, {"t": entry(2)})
+    assert read_lock(path) == {"t": entry(2)}
+
+
+def test_a_newer_lock_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ninferbuild.lock"
+    path.write_text(before := "version = 2\n[later]\n")
+    with pytest.raises(UsageError, match="newer"):
         update_lock(path, {"t": entry(1)})
-    assert path.read_bytes() == before
+    assert path.read_text() == before
 
 
 def test_sums_escape_names(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def command(output: Output, targets: tuple[str, ...], file: str | None, device: 
 
     A target that is not up to date is built first. The lock holds the artifact id, sizes and SHA-256 of the files,
     digests of the sources and of every object's payload, one line a fact. Targets that are not named keep their
-    lines. OUT.sha256, beside each artifact, is for `sha256sum -c`.
+    lines; a damaged lock is written anew. OUT.sha256, beside each artifact, is for `sha256sum -c`.
     """
     from ninferbuild.locking import lock
 
@@ -36,6 +36,8 @@ def command(output: Output, targets: tuple[str, ...], file: str | None, device: 
             done = lock(target, device=device, jobs=jobs, progress=progress)
         finally:
             progress.close()
+        if done.lost:
+            output.note(f"{done.path} was damaged and is written anew; lock other targets that it held again")
         if output.as_json:
             output.json_line(done.to_json())
             continue

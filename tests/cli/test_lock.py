@@ -59,6 +59,23 @@ def test_lock(here: Path, run: Any) -> None:
     assert ran.out.splitlines()[-1].startswith(f"b is locked already in {here / 'ninferbuild.lock'}: artifact ")
 
 
+def test_a_damaged_lock_is_replaced(here: Path, run: Any) -> None:
+    before = (here / "ninferbuild.lock").read_bytes()
+    (here / "ninferbuild.lock").write_bytes(b"\x00garbage")
+    ran = run("lock", "a")
+    assert ran.code == 0, ran
+    assert "ninferbuild.lock was damaged and is written anew; lock other targets that it held again\n" in ran.err
+    assert (here / "ninferbuild.lock").read_bytes() == before
+
+
+def test_a_foreign_lock_is_kept_and_nothing_built(here: Path, run: Any) -> None:
+    (here / "ninferbuild.toml").rename(here / "poetry.toml")
+    (here / "poetry.lock").write_text("[[package]]\n")
+    (here / "a.ninfer").unlink()
+    run("lock", "-f", "poetry.toml", "a").failed(2, "poetry.lock: not a lock", "remove it")
+    assert not (here / "a.ninfer").exists()
+
+
 def test_lock_of_another_file(here: Path, run: Any) -> None:
     (here / "ninferbuild.toml").rename(here / "release.toml")
     (here / "ninferbuild.lock").rename(here / "release.lock")
