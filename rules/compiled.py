@@ -21,7 +21,7 @@ import torch
 
 from ninferbuild.artifact.formats import QUANT_FORMATS, QuantFormat
 from ninferbuild.digest import block_digest
-from ninferbuild.rules import machine_code
+from ninferbuild.rules import machine_code, sealed_folder
 from ninferbuild.rules.error_flags import ErrorFlags
 from ninferbuild.rules.search_trial import differing_groups
 
@@ -133,6 +133,8 @@ def _load(work: Work) -> None:
         for format in QUANT_FORMATS.values():
             if format.bits in _loops(work) and agrees(format):
                 _ready.add((work, format.bits))
+        if work is Work.SEARCH:
+            sealed_folder.seal(_search_folder())
     except Exception:
         # A compiler that does not suit this numpy, or has no place for its code: torch makes the same bytes.
         return
@@ -180,7 +182,9 @@ def _searches() -> Mapping[int, Any]:
     if config.DISABLE_JIT:  # interpreted, the loops are a thousand times slower than torch
         return {}
     kept = config.CACHE_DIR
-    config.CACHE_DIR = str(_folder() / _version(numba.__version__))
+    folder = _search_folder()
+    sealed_folder.discard_unless_sealed(folder)
+    config.CACHE_DIR = str(folder)
     try:
         # The module takes its settings, and its place in the cache, when it is first imported.
         from ninferbuild.rules import compiled_search
@@ -196,10 +200,14 @@ def _folder() -> Path:
     return Path(platformdirs.user_cache_dir("ninferbuild", appauthor=False)) / "compiled"
 
 
-def _version(numba: str) -> str:
-    """What the search's machine code is kept by: all that it is made from."""
+def _search_folder() -> Path:
+    """Where the search's machine code is kept: by all that it is made from and for."""
+    from llvmlite import binding as llvm
+    import numba
+
     text = b"".join(Path(__file__).with_name(name).read_bytes() for name in ("compiled_search.py", "scale_bounds.py"))
-    return block_digest(text + numba.encode()).hex()
+    machine = f"{numba.__version__} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    return _folder() / block_digest(text + machine.encode()).hex()
 
 
 def _encodes_alike(format: QuantFormat) -> bool:
