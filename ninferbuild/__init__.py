@@ -15,11 +15,13 @@ from __future__ import annotations
 from importlib import import_module
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 from ninferbuild.version import VERSION as __version__
 
+TYPE_CHECKING = False  # typing takes longer to load than all of this, and an interrupt meanwhile would be a traceback
 if TYPE_CHECKING:
+    from typing import Any
+
     from ninferbuild.artifact.reader import Artifact
     from ninferbuild.build import build as build
     from ninferbuild.build import plan as plan

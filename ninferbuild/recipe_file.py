@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 import sys
 from types import ModuleType
@@ -85,7 +86,7 @@ def load(value: str, base: Path | None = None) -> RecipeFunction:
         ValueError: neither an official name nor a Python file.
         FileNotFoundError: the file does not exist.
         AttributeError: the file defines no such function.
-        TypeError: what it defines is not callable.
+        TypeError: what it defines is not callable, or not with three arguments.
 
     Whatever the file raises while it is executed propagates unchanged.
     """
@@ -114,7 +115,20 @@ def load(value: str, base: Path | None = None) -> RecipeFunction:
         ) from None
     if not callable(function):
         raise TypeError(f"{reference} must be callable with (model, recipe, sources), not {type(function).__name__}")
+    _require_arguments(function, path, name)
     return RecipeFunction(function, reference, path)
+
+
+def _require_arguments(function: Callable[..., object], path: Path, name: str) -> None:
+    """Raises ``TypeError`` when the function does not take what it is called with."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # of what is not written in Python none is known
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise TypeError(f"{path}: {name}{signature} must take (model, recipe, sources): {error}") from None
 
 
 def _official_recipes() -> Mapping[str, Callable[[Any, Any, Any], object]]:

@@ -24,7 +24,15 @@ class SourceOnlyLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        code: CodeType = self.source_to_code(self.get_data(path), path)
+        data = self.get_data(path)
+        try:
+            code: CodeType = self.source_to_code(data, path)
+        except (SyntaxError, ValueError) as error:
+            if isinstance(error, SyntaxError) and error.filename:
+                raise
+            # Python does not say where a NUL is.
+            line = data.count(b"\n", 0, max(data.find(b"\0"), 0)) + 1
+            raise SyntaxError(str(error), (path, line, None, None)) from None
         return code
 
     def exec_module(self, module: ModuleType) -> None:

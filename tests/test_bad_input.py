@@ -636,6 +636,22 @@ def recipe_that_exits(bench: Bench) -> Steps:
     yield bench.convert(*bench.override(f"import sys\n{CONFIGURE}sys.exit(0)\n"))
 
 
+@case("override.py:5: Stop: enough")
+def recipe_that_raises_what_is_no_exception(bench: Bench) -> Steps:
+    bench.own_process = True
+    yield bench.convert(*bench.override(f"class Stop(BaseException):\n    pass\n\n{CONFIGURE}raise Stop('enough')\n"))
+
+
+@case("override.py: configure(model, recipe) must take (model, recipe, sources): too many positional arguments")
+def recipe_that_takes_too_few_arguments(bench: Bench) -> Steps:
+    yield bench.convert(*bench.override("def configure(model, recipe):\n    pass\n"))
+
+
+@case("override.py:2: ", "null bytes")
+def recipe_with_a_nul_byte(bench: Bench) -> Steps:
+    yield bench.convert(*bench.override("# fine\n# not \0\n"))
+
+
 OWN_METHOD = """
 class Unusual(Exception):
     pass

@@ -6,14 +6,17 @@ nothing to do must not pay for what it does not use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import gc
 import io
 import os
 import sys
-from typing import NoReturn
 
 from ninferbuild.ending import process_ends_at_once
+
+TYPE_CHECKING = False  # as in the package: what is loaded before console() is not guarded against an interrupt
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -29,11 +32,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def console() -> NoReturn:
     """The ``ninferbuild`` program: :func:`main` in a process of its own."""
-    # A build makes very many objects that live as long as the process, and next to no cycles: looking for those would
-    # take longer than planning does, and longer than importing torch.
-    gc.disable()
-    process_ends_at_once()
     try:
+        # A build makes very many objects that live as long as the process, and next to no cycles: looking for those
+        # would take longer than planning does, and longer than importing torch.
+        gc.disable()
+        process_ends_at_once()
         _write_any_text()
         code = main()
         sys.stdout.flush()

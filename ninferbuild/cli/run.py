@@ -146,18 +146,16 @@ def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        if ended_by:
-            return _fail("terminated; finished actions are kept", 128 + ended_by[0])
-        if sys.stderr.isatty():  # after the terminal's own ^C
-            click.echo(err=True)
-        return _fail("interrupted; finished actions are kept", 130)
+        return _interrupted(ended_by)
     except BrokenPipeError:
         return _unread()
     except SystemExit as error:
         if sys.stdout is not stdout:  # click meets a broken pipe by wrapping the streams and leaving
             return _unread()
         return _fail(one_line(error), 1)  # of a user's code: commands return their exit codes
-    except Exception as error:
+    except BaseException as error:  # also what a user's code derives from that; nothing else is left
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while it makes a class
+            return _interrupted(ended_by)
         if output.verbose:
             click.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
         if isinstance(error, OSError) and _came_of_printing(error):
@@ -166,6 +164,14 @@ def _run(args: Sequence[str] | None, ended_by: Sequence[int]) -> int:
         show_error(error)
         return exit_code(error)
     return code if isinstance(code, int) else 0
+
+
+def _interrupted(ended_by: Sequence[int]) -> int:
+    if ended_by:
+        return _fail("terminated; finished actions are kept", 128 + ended_by[0])
+    if sys.stderr.isatty():  # after the terminal's own ^C
+        click.echo(err=True)
+    return _fail("interrupted; finished actions are kept", 130)
 
 
 def _unread() -> int:

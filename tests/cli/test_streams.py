@@ -41,6 +41,23 @@ def test_an_interrupt_while_modules_are_imported(module: str) -> None:
     assert err.startswith(b"error: interrupted")
 
 
+def test_an_interrupt_while_a_class_is_made(project: Path, run: Any, engine: Any) -> None:
+    """Python 3.11 raises RuntimeError from what ``__set_name__`` raised."""
+
+    def act(target: object) -> None:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    engine.act = act
+    run("build", "-q").failed(130, "error: interrupted; finished actions are kept\n")
+
+
+def test_little_is_loaded_before_interrupts_are_caught() -> None:
+    code = "import sys; before = set(sys.modules); import ninferbuild.cli; print(*sorted(sys.modules.keys() - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if not name.startswith("ninferbuild")}
+    assert loaded <= {"gc", "importlib", "importlib._bootstrap", "importlib._bootstrap_external", "types", "warnings"}
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("args", [("list", "recipes"), ("list", "recipes", "--json"), ("--version",), ("list", "-h")])
