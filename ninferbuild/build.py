@@ -20,7 +20,8 @@ from ninferbuild.job import BuildResult, Job
 from ninferbuild.models.bulk import collection_paused
 from ninferbuild.preview import BuildPlan, PlannedAction, parameters, plan
 from ninferbuild.progress import Progress, QuietProgress
-from ninferbuild.publish import behind_link, recover
+from ninferbuild.publish import behind_link, recover, require_regular
+from ninferbuild.report import report_path
 from ninferbuild.session import CacheInUse, open_cache, open_session
 
 if TYPE_CHECKING:
@@ -114,7 +115,10 @@ def _build(
     cancel = threading.Event()
     with ExitStack() as stack:
         if link:
-            standing.require_writable(target.out)
+            for made in (target.out, report_path(target.out)):
+                require_regular(made)
+            if not target.out.exists():  # otherwise it may be up to date
+                standing.require_writable(target.out)
             recover(target.out)  # finish an interrupted publication first
         seen = standing.state_of(target.out)
         in_use = stack.enter_context(CacheInUse())
@@ -137,7 +141,21 @@ def _build(
             shown.note(f"{path} is on {kind}, whose file times are not trusted: sources are read again on every build")
         if gate is not None:
             gate.before_encoding(session, cache)
-        job = Job(session, cache, writer, lease, shown, cancel, keep_going, jobs, began, gate, linking=link, seen=seen)
+        job = Job(
+            session,
+            cache,
+            writer,
+            lease,
+            shown,
+            cancel,
+            keep_going,
+            jobs,
+            began,
+            gate,
+            linking=link,
+            overwrite=overwrite,
+            seen=seen,
+        )
         stack.callback(job.close)
         if explain:
             job.explained_execute(Explainer(cache, target.identity, rerun=rerun))
@@ -148,7 +166,7 @@ def _build(
         losses: Counter[bytes] = Counter()
         while True:
             try:
-                return job.link(overwrite)
+                return job.link()
             except PayloadLostError as lost:
                 losses[lost.key] += 1
                 if losses[lost.key] == ATTEMPTS:  # making it again does not help

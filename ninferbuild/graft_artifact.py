@@ -29,9 +29,9 @@ from ninferbuild.artifact.schema import (
 from ninferbuild.bindings import WEIGHT
 from ninferbuild.digest import combine
 from ninferbuild.grafting import FIRST_ID, check_component, readers_of, renamed_use
-from ninferbuild.inputs import files_of, refuse_inputs
+from ninferbuild.inputs import files_of, project_files, refuse_inputs
 from ninferbuild.payload import PayloadWriter
-from ninferbuild.publish import StagedFile, behind_link, publish, recover
+from ninferbuild.publish import StagedFile, behind_link, publish, recover, require_regular
 from ninferbuild.recipe import ACTIVATION_DIVISOR
 from ninferbuild.report import CONVERTER, encode_report, report_path
 from ninferbuild.sources.artifact import ArtifactSource, StoredComponent, renamed_binding
@@ -109,7 +109,10 @@ def graft_artifact(
     """
     began = time.perf_counter()
     out = behind_link(out)
-    refuse_inputs([out, report_path(out)], [("the artifact", artifact), ("the donor", donor)], "--out")
+    given = [("the artifact", artifact), ("the donor", donor), *project_files()]
+    refuse_inputs([out, report_path(out)], given, "--out")
+    for made in (out, report_path(out)):
+        require_regular(made)
     standing.require_writable(out)
     recover(out)
     standing.refuse_foreign([out], overwrite=overwrite)
@@ -120,7 +123,7 @@ def graft_artifact(
         read = [
             (what, path) for what, store in (("the artifact", base), ("the donor", other)) for path in files_of(store)
         ]
-        refuse_inputs([*draft.paths(out), report_path(out)], read, "--out")
+        refuse_inputs([*draft.paths(out), report_path(out)], [*read, *project_files()], "--out")
         out.parent.mkdir(parents=True, exist_ok=True)
         linker.require_space(out.parent, sum(draft.lengths()))
         standing.refuse_foreign(draft.paths(out), overwrite=overwrite)

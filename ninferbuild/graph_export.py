@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ninferbuild.action_graph import attributes
@@ -38,6 +39,12 @@ def export(graph: networkx.DiGraph, format: Format) -> str:
             JSON is ``{"nodes": [{"id": …, "kind": …, …}], "edges": [[from, to]]}``.
     """
     return _WRITERS[format](graph)
+
+
+def is_export(path: Path) -> bool:
+    """Whether the file at ``path`` begins as :func:`export` begins in one of its formats."""
+    with path.open("rb") as file:
+        return file.read(max(map(len, _BEGINNINGS))).startswith(_BEGINNINGS)
 
 
 def _shown(graph: networkx.DiGraph) -> Iterator[tuple[str, dict[str, str | int]]]:
@@ -127,6 +134,15 @@ def _json(graph: networkx.DiGraph) -> str:
     value = {"nodes": nodes, "edges": [list(edge) for edge in graph.edges]}
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
+
+_BEGINNINGS = (
+    b"digraph actions {\n  rankdir=LR;\n",
+    b"flowchart LR\n  n0",
+    b'<?xml version="1.0" encoding="utf-8"?>\n<graphml xmlns="http://graphml.graphdrawing.org/xmlns">\n'
+    b'  <key id="kind"',
+    b'{\n  "nodes": [\n    {\n      "id": ',
+)
+"""What no other program's file begins with, of every format."""
 
 _WRITERS: dict[Format, Callable[[networkx.DiGraph], str]] = {
     "dot": _dot,

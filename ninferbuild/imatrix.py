@@ -199,6 +199,27 @@ def _safetensors(vectors: Mapping[str, Vector], metadata: Mapping[str, str]) -> 
     return b"".join([len(text).to_bytes(8, "little"), text, *pieces])
 
 
+def is_imported(path: Path) -> bool:
+    """Whether the file at ``path`` is one that :func:`import_matrix` wrote, by its Safetensors header.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            return False
+        try:
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__")
+            return list(metadata) == ["source"] and all(
+                name.startswith("text/layers/") and item["dtype"] == "F32" and len(item["shape"]) == 1
+                for name, item in header.items()
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False
+
+
 def load(path: str | Path) -> dict[str, Any]:
     """All vectors of a file of importance vectors: parameter → float32 tensor ``[K]`` (torch).
 

@@ -46,7 +46,8 @@ def input_files(session: Session) -> Iterator[Input]:
 def _of_target(ready: Configured) -> Iterator[Input]:
     target = ready.target
     if target.file is not None:
-        yield "the target file", target.file
+        yield from _of_project(target.file)
+    yield from project_files()
     for reference in (target.recipe, *target.overrides):
         if not reference.isidentifier():
             yield "a recipe file", Path(split_reference(reference)[0])
@@ -57,6 +58,22 @@ def _of_target(ready: Configured) -> Iterator[Input]:
     for kind, table in (("source", target.sources), ("the donor of", target.grafts), ("resource", target.resources)):
         for name, path in table.items():
             yield f"{kind} {name!r}", path
+
+
+def project_files() -> Iterator[Input]:
+    """The target file that commands find from the working directory, and its lock; options alone read neither."""
+    from ninferbuild.target import find_file
+
+    found = find_file()
+    if found is not None:
+        yield from _of_project(found)
+
+
+def _of_project(target_file: Path) -> Iterator[Input]:
+    from ninferbuild.lock import lock_path
+
+    yield "the target file", target_file
+    yield "the lock of the targets", lock_path(target_file)
 
 
 def files_of(store: Any) -> Iterator[Path]:
@@ -88,6 +105,14 @@ def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Input], origin: obje
             raise OptionError(
                 f"{origin}: {written} would be written and is read, as {what} ({path}); choose another output"
             )
+
+
+def refuse_in_cache(outputs: Iterable[Path], cache: Path, origin: object) -> None:
+    """Raises ``OptionError`` when an output, behind symbolic links, lies in the directory of the cache."""
+    directory = os.path.realpath(cache)
+    for path in outputs:
+        if Path(os.path.realpath(path)).is_relative_to(directory):
+            raise OptionError(f"{origin}: {path} lies in the cache, {cache}; choose another output")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

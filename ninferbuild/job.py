@@ -102,6 +102,7 @@ class Job:
         gate: LockGate | None = None,
         *,
         linking: bool = True,
+        overwrite: bool = False,
         seen: standing.FileState | None = None,
     ):
         self.session = session
@@ -115,6 +116,7 @@ class Job:
         self.began = began
         self.gate = gate
         self.linking = linking
+        self.overwrite = overwrite
         self.seen = seen  # the entry when the build began
         self.prepared_at = began
         self.executed: set[int] = set()
@@ -242,6 +244,9 @@ class Job:
         digests = dict.fromkeys(self.session.configured.sources.opened, bytes(16))
         layout = linker.lay_out(contents, self.target.out.name, payload_digests=None, source_digests=digests)
         self.session.refuse_inputs(self.target.out, layout)
+        standing.require_writable(self.target.out)
+        previous = self.cache.last_linked(self.target.identity)
+        standing.refuse_foreign(layout.paths(self.target.out), overwrite=self.overwrite, previous=previous)
         self._staging = Staging(layout, self.target.out)
         return self._staging
 
@@ -315,7 +320,7 @@ class Job:
             found.append(action.record)
         return found
 
-    def link(self, overwrite: bool) -> BuildResult:
+    def link(self) -> BuildResult:
         """Link, unless the output is up to date."""
         target = self.target
         self.session.require_unchanged()
@@ -333,6 +338,7 @@ class Job:
             self.record(layout, records)
             return self.result(layout, True)
         self.session.refuse_inputs(target.out, layout)
+        standing.require_writable(target.out)
         report = encode_report(self._report(contents, records, layout))
         accept = self.gate.accept if self.gate is not None else None
         written = linker.write(
@@ -342,7 +348,7 @@ class Job:
             self.cache,
             target.out,
             report,
-            overwrite=overwrite,
+            overwrite=self.overwrite,
             accept=accept,
             staging=self._staging,
             previous=last,

@@ -12,7 +12,7 @@ from ninferbuild.cache import Cache
 from ninferbuild.describe import describe_artifact, recorded_actions
 from ninferbuild.errors import CacheError, UsageError
 from ninferbuild.lock import LockedAction, LockedTarget, kept_targets, lock_path, sums_path, sums_text, update_lock
-from ninferbuild.publish import behind_link, replace_file
+from ninferbuild.publish import behind_link, replace_file, require_regular
 from ninferbuild.session import open_cache
 
 if TYPE_CHECKING:
@@ -64,8 +64,10 @@ def lock(
         NinferbuildError, ValueError, TypeError, OSError: as :func:`ninferbuild.build.build`; the lock stays as it is.
     """
     path = lock_of(target)
+    require_regular(path)
     _, lost = kept_targets(path)  # before the work of a build
     target = replace(target, out=behind_link(target.out))  # file names of the lock are those of the files
+    require_regular(sums_path(target.out))
     build(target, device=device, jobs=jobs, progress=progress)
     content = describe_artifact(target.out, actions_of(target, target.out))
     sums, text = sums_path(target.out), sums_text(content.files).encode()

@@ -198,15 +198,16 @@ def graph(target: Target, *, device: str | None = None, out: Path | None = None)
         out: where the graph will be written.
 
     Raises:
-        OptionError: ``out`` is a file that the target reads.
+        OptionError: ``out`` is a file that the target reads, or lies in its cache.
         as :func:`plan`.
     """
     from ninferbuild.action_graph import action_graph
-    from ninferbuild.inputs import input_files, refuse_inputs
+    from ninferbuild.inputs import input_files, refuse_in_cache, refuse_inputs
 
     with previewed(target, device=device) as (session, _):
         if out is not None:
             refuse_inputs([out], input_files(session), "--out")
+            refuse_in_cache([out], target.cache.directory(), "--out")
         return action_graph(session, session.contents())
 
 

@@ -21,6 +21,7 @@ import os
 from pathlib import Path
 import re
 import secrets
+import stat
 
 import msgspec
 
@@ -30,14 +31,32 @@ from ninferbuild.errors import NinferbuildError
 SUFFIX = ".ninferbuild-tmp"
 
 
+def require_regular(path: Path) -> None:
+    """Raises ``FileExistsError`` when what has this name, behind symbolic links, is no regular file.
+
+    A rename would put a file in the place of a device, and opening a named pipe waits for whoever writes to it: an
+    output is looked at so before anything else is done with it.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return  # nothing is there; a name that cannot be is refused by whoever uses it
+    if stat.S_ISDIR(mode):
+        raise FileExistsError(f"{path} is a directory; choose another output")
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(f"{path} is not a regular file; choose another output")
+
+
 class StagedFile:
     """A temporary beside its target, locked as long as its maker lives, so that leftovers can be told from work.
 
     Raises:
+        FileExistsError: what has the target's name is no regular file.
         OSError: the directory is missing or cannot be written.
     """
 
     def __init__(self, target: Path, length: int | None = None):
+        require_regular(target)
         self.target = target
         self._handed_over = False
         self._descriptor: int | None = None

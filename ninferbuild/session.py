@@ -15,7 +15,7 @@ from ninferbuild.device import Device
 from ninferbuild.digest import combine
 from ninferbuild.errors import ActionsFailedError, CacheError, PayloadLostError
 from ninferbuild.importance_use import ImportanceUse, importance_uses, unmatched
-from ninferbuild.inputs import input_files, refuse_inputs
+from ninferbuild.inputs import input_files, refuse_in_cache, refuse_inputs
 from ninferbuild.memo import Memo
 from ninferbuild.method import AuxiliaryValue
 from ninferbuild.models.bulk import collection_paused
@@ -116,14 +116,16 @@ class Session:
             use.file.require_unchanged()
 
     def refuse_inputs(self, entry: Path, layout: linker.Layout | None = None) -> None:
-        """Raises ``OptionError`` when a file that the build reads would be written.
+        """Raises ``OptionError`` when a file that the build reads, or one of the cache, would be written.
 
         Args:
             entry: the output.
             layout: what it consists of; None: not known yet, only the entry and its report are looked at.
         """
         paths = [entry] if layout is None else layout.paths(entry)
-        refuse_inputs([*paths, report_path(entry)], input_files(self), self.configured.target.origin / "out")
+        outputs, target = [*paths, report_path(entry)], self.configured.target
+        refuse_inputs(outputs, input_files(self), target.origin / "out")
+        refuse_in_cache(outputs, target.cache.directory(), target.origin / "out")
 
     def action_of(self) -> list[Action]:
         """The action of each parent, in parent order."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 import json
 import os
 from pathlib import Path
+import struct
 from typing import TYPE_CHECKING
 
 from ninferbuild.artifact.artifact_id import artifact_id_of
-from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, MAGIC, entry_header, part_name
+from ninferbuild.artifact.framing import ARTIFACT_ID_BYTES, HEADER, MAGIC, PART_MAGIC, entry_header, part_name
 from ninferbuild.artifact.schema import ArtifactError, FileRecord
+from ninferbuild.errors import UsageError
+from ninferbuild.publish import require_regular
 from ninferbuild.report import CONVERTER, is_report, report_path, reported_set
 
 if TYPE_CHECKING:
@@ -91,6 +94,23 @@ def remains_of(entry: Path, candidates: Iterable[Published]) -> tuple[Path, ...]
     return None
 
 
+def remaining_parts(candidates: Iterable[Published]) -> Iterator[Path]:
+    """Parts of published sets that still lie where they were published, whatever has the name of their entry.
+
+    As with entries, what lies there has to be of the set: a header with its id, or a beginning of that.
+    """
+    for candidate in candidates:
+        for index, path in enumerate(candidate.files[1:], 1):
+            try:
+                ours = path.is_file() and HEADER.pack(
+                    PART_MAGIC, index, bytes.fromhex(candidate.artifact_id)
+                ).startswith(first_bytes(path, HEADER.size))
+            except (OSError, ValueError, struct.error):
+                continue
+            if ours:
+                yield path
+
+
 def first_bytes(entry: Path, length: int) -> bytes:
     """The first ``length`` bytes of a file, or as many as it has."""
     with entry.open("rb") as file:
@@ -109,19 +129,19 @@ def refuse_foreign(layout_paths: Sequence[Path], *, overwrite: bool, previous: B
         parts of the set that is replaced.
 
     Raises:
-        FileExistsError: a file in the way was not made by ninferbuild, as far as can be told.
+        FileExistsError: a file in the way was not made by ninferbuild, as far as can be told, or is no regular file.
     """
     entry, report = layout_paths[0], report_path(layout_paths[0])
-    old_parts: list[Path] = []
-    for path in (entry, report):
-        if path.is_dir():
-            raise FileExistsError(f"{path} is a directory; choose another output")
+    for path in (*layout_paths, report):
+        require_regular(path)
     old = None
     if os.path.lexists(entry):
         old = made_here(entry) or remains_of(entry, published_at(entry, previous))
     if old is not None:
         old_parts = list(old[1:])
-    elif not overwrite:
+    else:
+        old_parts = list(dict.fromkeys(remaining_parts(published_at(entry, previous))))
+    if old is None and not overwrite:
         if os.path.lexists(entry):
             raise FileExistsError(
                 f"{entry} exists and is not an artifact made by ninferbuild (or is damaged); choose another output or "
@@ -141,6 +161,31 @@ def surplus_of(layout_paths: Sequence[Path], *, overwrite: bool, previous: Build
     """Parts of the set that is replaced which the new set does not have; arguments as :func:`refuse_foreign`."""
     replaced = refuse_foreign(layout_paths, overwrite=overwrite, previous=previous)
     return [path for path in replaced if path not in layout_paths]
+
+
+def refuse_other(path: Path, what: str, is_own: Callable[[Path], bool], *, overwrite: bool) -> None:
+    """Check that a command replaces only a file of the kind that it writes.
+
+    Args:
+        path: the output.
+        what: that kind, for the message.
+        is_own: whether an existing file is of that kind.
+        overwrite: replace any other file too, artifacts excepted.
+
+    Raises:
+        UsageError: it would replace another file, or what is there is no regular file.
+        OSError: what is there cannot be read.
+    """
+    try:
+        require_regular(path)
+    except FileExistsError as error:
+        raise UsageError(f"--out: {error}") from None
+    if not path.exists():
+        return
+    if first_bytes(path, len(MAGIC)) in (MAGIC, PART_MAGIC):
+        raise UsageError(f"--out: {path} is an artifact; choose another output")
+    if not overwrite and not is_own(path):
+        raise UsageError(f"--out: {path} exists and is not {what}; choose another output or give --overwrite")
 
 
 FileState = tuple[int, int, int, int]

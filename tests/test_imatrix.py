@@ -151,7 +151,10 @@ def test_the_same_matrix_gives_the_same_bytes(desk: Desk) -> None:
     desk.imported("--gguf", path)
     before = desk.out.read_bytes()
     desk.out.write_bytes(b"something else")
-    desk.imported("--gguf", path)
+    assert "is not an importance matrix that this command wrote" in desk.run("--gguf", path).err
+    assert desk.out.read_bytes() == b"something else"
+    desk.imported("--gguf", path, "--overwrite")
+    desk.imported("--gguf", path)  # its own file is replaced
     assert desk.out.read_bytes() == before
 
 
@@ -366,7 +369,7 @@ def test_missing_files(desk: Desk) -> None:
 
 def test_what_is_there_stays_when_an_import_fails(desk: Desk) -> None:
     desk.out.write_bytes(b"precious")
-    assert desk.run("--gguf", desk.gguf(sums("output.weight", [1.0]))).code == 1
+    assert desk.run("--gguf", desk.gguf(sums("output.weight", [1.0])), "--overwrite").code == 1
     assert desk.out.read_bytes() == b"precious"
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     help="Default: dot, or json with --json.",
 )
 @click.option("--out", metavar="FILE", help="Write there instead of to standard output.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is no graph of this command.")
 @change_options
 def command(
     output: Output,
@@ -39,6 +40,7 @@ def command(
     file: str | None,
     format_name: str | None,
     out: str | None,
+    overwrite: bool,
     sets: tuple[str, ...],
     assigns: tuple[str, ...],
 ) -> None:
@@ -46,8 +48,10 @@ def command(
 
     Each encode node has its state: cached, run, or unknown until its source is hashed. Nothing is encoded.
     """
-    from ninferbuild.graph_export import export
+    from ninferbuild.graph_export import export, is_export
     from ninferbuild.preview import graph
+    from ninferbuild.publish import behind_link, replace_file
+    from ninferbuild.standing import refuse_other
     from ninferbuild.target import load_target
 
     if output.as_json and format_name not in (None, "json"):
@@ -58,5 +62,6 @@ def command(
     if out is None:
         (output.document if form in ("json", "graphml") else output.text)(text.rstrip("\n"))
     else:
-        Path(out).write_text(text, encoding="utf-8")
+        refuse_other(Path(out), "a graph that this command wrote", is_export, overwrite=overwrite)
+        replace_file(behind_link(Path(out)), text.encode("utf-8"))
         output.report(f"wrote {out}")

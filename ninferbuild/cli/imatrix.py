@@ -21,15 +21,19 @@ from ninferbuild.errors import UsageError
 @click.option("--gguf", metavar="PATH", help="What llama-imatrix wrote, in GGUF form.")
 @click.option("--dat", metavar="PATH", help="What older versions of llama-imatrix wrote: imatrix.dat.")
 @click.option("--config", required=True, metavar="PATH", help="config.json of the checkpoint.")
-@click.option("--out", required=True, metavar="PATH", help="Safetensors file to write; one that exists is replaced.")
-def command(output: Output, gguf: str | None, dat: str | None, config: str, out: str) -> None:
+@click.option("--out", required=True, metavar="PATH", help="Safetensors file to write.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is no importance matrix of this command.")
+def command(output: Output, gguf: str | None, dat: str | None, config: str, out: str, overwrite: bool) -> None:
     """Import an importance matrix of llama.cpp for grouped_search.
 
     The file that is written holds the mean squared activation of each input channel, by parameter. Recipes take it as
     the parameter `imatrix` of the method grouped_search, official ones as `--source imatrix=PATH`.
     """
-    from ninferbuild.imatrix import import_matrix
+    from ninferbuild.imatrix import import_matrix, is_imported
+    from ninferbuild.inputs import project_files, refuse_inputs
+    from ninferbuild.publish import behind_link
     from ninferbuild.sources.llama_imatrix import FORMS
+    from ninferbuild.standing import refuse_other
 
     given = [(form, Path(path)) for form, path in (("gguf", gguf), ("dat", dat)) if path is not None]
     if len(given) != 1:
@@ -40,8 +44,10 @@ def command(output: Output, gguf: str | None, dat: str | None, config: str, out:
     for option, path in ((f"--{form}", source), ("--config", Path(config))):
         if Path(out).exists() and path.exists() and path.samefile(out):
             raise UsageError(f"--out: {out} is the file that {option} gives; name another one")
+    refuse_inputs([Path(out)], project_files(), "--out")
+    refuse_other(Path(out), "an importance matrix that this command wrote", is_imported, overwrite=overwrite)
     with FORMS[form](source) as matrix:
-        count = import_matrix(source, matrix.mean_squares, Path(config), Path(out))
+        count = import_matrix(source, matrix.mean_squares, Path(config), behind_link(Path(out)))
     if output.as_json:
         output.json_document({"out": out, "parameters": count, "source": source.name})
     else:

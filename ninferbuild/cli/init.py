@@ -15,6 +15,7 @@ import click
 from ninferbuild.cli.options import convert_options, settings_of, subcommand
 from ninferbuild.cli.output import Output
 from ninferbuild.errors import UsageError
+from ninferbuild.publish import require_regular
 from ninferbuild.target import FILE_NAME, TargetFile, find_file, parse_assign
 from ninferbuild.target_schema import ROWS_PER_CHUNK, MissingFileError, split_reference
 from ninferbuild.toml_text import toml_key, toml_value
@@ -57,6 +58,7 @@ def command(
     for key in ("model", "recipe"):
         if key not in settings:
             raise UsageError(f"--{key} is required, or --from REPORT")
+    require_regular(path)
     text = target_text(name, settings, Path(os.path.abspath(path)).parent)
     try:
         before = path.read_bytes().decode()
