@@ -59,7 +59,7 @@ def build(
         rehash: read sources again instead of trusting remembered digests.
         keep_going: after a failure, run what does not depend on it; nothing is linked then.
         jobs: actions at a time; None lets the device decide.
-        explain: say why actions run, as notes to ``progress`` and in the result.
+        explain: say why actions run, as explanations to ``progress`` and in the result.
         gate: holds the build to a lock: nothing is published that differs from it.
         progress: receives what happens.
 

@@ -160,11 +160,11 @@ class Job:
         missing = [action for action in self.session.actions if action.record is None]
         before = explainer.explain(missing)
         for line in text_lines(before) if before else ["no action runs: every payload is cached"]:
-            self.progress.note(line)
+            self.progress.explanation(line)
         self.execute()
         after = explainer.settled(before, missing)
         for line in text_lines([new for old, new in zip(before, after, strict=True) if old != new]):
-            self.progress.note(line)
+            self.progress.explanation(line)
         self.explanations = tuple(after)
 
     def execute(self) -> None:

@@ -26,6 +26,9 @@ class Progress(Protocol):
     def note(self, message: str) -> None:
         """Something worth saying once, on one line: the device, a cache that healed itself."""
 
+    def explanation(self, line: str) -> None:
+        """A line of what was asked for, why actions run; shown also where notes are not."""
+
     def action(self, index: int, total: int, line: str, state: State) -> None:
         """Action ``index`` (from 1) of ``total`` begins, or is found in the cache. ``line``: :func:`action_line`."""
 
@@ -46,13 +49,20 @@ def action_line(parameters: Sequence[str], format_name: str, shape: Sequence[int
 
 
 class QuietProgress:
-    """Shows nothing."""
+    """Shows nothing, but for explanations if there is a stream for them."""
+
+    def __init__(self, explanations: TextIO | None = None):
+        self._explanations = explanations
 
     def start(self, actions: int, source_bytes: int) -> None:
         return
 
     def note(self, message: str) -> None:
         return
+
+    def explanation(self, line: str) -> None:
+        if self._explanations is not None:
+            print(printable_lines(line), file=self._explanations, flush=True)
 
     def action(self, index: int, total: int, line: str, state: State) -> None:
         return
@@ -81,6 +91,9 @@ class PlainProgress(QuietProgress):
     def note(self, message: str) -> None:
         with self._lock:
             print(printable_lines(message), file=self._notes, flush=True)
+
+    def explanation(self, line: str) -> None:
+        self.note(line)
 
     def action(self, index: int, total: int, line: str, state: State) -> None:
         with self._lock:
@@ -118,6 +131,9 @@ class RichProgress:
 
     def note(self, message: str) -> None:
         self._bar.console.print(printable_lines(message), markup=False, highlight=False)
+
+    def explanation(self, line: str) -> None:
+        self.note(line)
 
     def action(self, index: int, total: int, line: str, state: State) -> None:
         if self._task is not None and state == "run":

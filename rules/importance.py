@@ -39,10 +39,12 @@ class ImportanceFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no Safetensors file.
+        ValueError: it is no Safetensors file, or the path holds a NUL.
     """
 
     def __init__(self, path: str):
+        if "\0" in path:
+            raise ValueError(f"{path!r}: not the path of an importance matrix: it holds a NUL")
         self.path = path
         opened_ns = time.time_ns()
         self._file = SafetensorsFile(Path(path))

@@ -652,6 +652,21 @@ def recipe_with_a_nul_byte(bench: Bench) -> Steps:
     yield bench.convert(*bench.override("# fine\n# not \0\n"))
 
 
+@case("text/layers/0/mlp/up: 'a\\x00b': not the path of an importance matrix: it holds a NUL")
+def importance_matrix_with_a_nul_in_its_path(bench: Bench) -> Steps:
+    choice = 'format="q5_g64_fp16", method="grouped_search", parameters={"imatrix": "a\\0b"}'
+    yield bench.convert(*bench.override(f'{CONFIGURE}recipe.assign("text/layers/0/mlp/up", {choice})\n'))
+
+
+@case("override.py:3: source 'x': 'a\\x00b.ninfer' is not a path: it holds a NUL")
+def source_with_a_nul_in_its_path(bench: Bench) -> Steps:
+    yield bench.convert(
+        *bench.override(
+            f"from ninferbuild.sources.opened import open_source\n{CONFIGURE}open_source('x', 'a\\0b.ninfer')\n"
+        )
+    )
+
+
 OWN_METHOD = """
 class Unusual(Exception):
     pass

@@ -249,12 +249,14 @@ GATE_UP = "text/layers/3/mlp/gate (+1)"
 
 @dataclass
 class Notes:
-    """A progress that keeps notes."""
+    """A progress that keeps notes and explanations."""
 
     lines: list[str] = field(default_factory=list)
 
     def note(self, message: str) -> None:
         self.lines.append(message)
+
+    explanation = note
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

@@ -39,11 +39,18 @@ def test_plain() -> None:
     drive(PlainProgress(stream, notes))
     assert stream.getvalue() == "[1/3] a [b]: bf16 (4,)\n[2/3] c: bf16 (4,) cached\n[3/3] d: bf16 (4,)\n"
     assert notes.getvalue() == "encoding on [cpu]\n"
+    PlainProgress(stream, notes).explanation("first build")
+    assert notes.getvalue().endswith("\nfirst build\n")
 
 
 def test_quiet(capfd: Any) -> None:
     drive(QuietProgress())
+    QuietProgress().explanation("nobody asked")
     assert capfd.readouterr() == ("", "")
+    stream = io.StringIO()
+    drive(quiet := QuietProgress(explanations=stream))
+    quiet.explanation("source bytes \x1bchanged")
+    assert stream.getvalue() == "source bytes \\x1bchanged\n"
 
 
 def test_terminal(monkeypatch: Any) -> None:

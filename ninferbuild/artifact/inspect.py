@@ -53,13 +53,30 @@ def artifact_report(artifact: Artifact, *, objects: bool = False, bindings: bool
 
 
 def text_lines(artifact: Artifact, *, objects: bool = False, bindings: bool = False) -> Iterator[str]:
-    """The same for people, line by line."""
+    """The report as the reference inspector prints it, line by line."""
     for key, value in artifact_summary(artifact).items():
         yield printable(f"{key}: {value}")
+    yield from record_lines(artifact, objects=objects, bindings=bindings)
+
+
+def record_lines(artifact: Artifact, *, objects: bool, bindings: bool) -> Iterator[str]:
+    """One line an object, then bindings and uses as JSON, of these what is asked for."""
     if objects:
         yield from (printable(object_line(item)) for item in artifact.objects)
     if bindings:
         yield json_text({"bindings": artifact.directory.bindings, "uses": artifact.directory.uses})
+
+
+def summary_lines(artifact: Artifact) -> Iterator[str]:
+    """The summary for people who look for no more than what is there: names of components, counts of formats."""
+    for key, value in artifact_summary(artifact).items():
+        if key == "components":
+            value = ", ".join(value) or "(none)"
+        elif isinstance(value, dict):
+            value = ", ".join(f"{name} {count}" for name, count in value.items()) or "(none)"
+        elif value is None:
+            value = "(none)"
+        yield printable(f"{key}: {value}")
 
 
 def object_line(item: ArtifactObject) -> str:

@@ -15,6 +15,7 @@ import click
 from ninferbuild.cli.options import convert_options, settings_of, subcommand
 from ninferbuild.cli.output import Output
 from ninferbuild.errors import UsageError
+from ninferbuild.printable import printable
 from ninferbuild.publish import require_regular
 from ninferbuild.target import FILE_NAME, TargetFile, find_file, parse_assign
 from ninferbuild.target_schema import ROWS_PER_CHUNK, MissingFileError, split_reference
@@ -75,7 +76,7 @@ def command(
     if output.as_json:
         output.json_document({"file": str(path), "target": name, "settings": target.settings()})
     else:
-        output.report(f"added target {name} to {path}")
+        output.report(printable(f"added target {name} to {path}"))
 
 
 def target_text(name: str, settings: Mapping[str, Any], directory: Path) -> str:
@@ -170,7 +171,10 @@ def _replace(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` in one step, through symbolic links and with the mode that the file has."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

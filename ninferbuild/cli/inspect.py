@@ -22,14 +22,14 @@ from ninferbuild.cli.output import Output
 def command(output: Output, artifact: str, objects: bool, bindings: bool) -> None:
     """Show what an artifact holds, from its entry file ARTIFACT alone.
 
-    Nothing is decoded; parts are not opened.
+    Nothing is decoded; parts are not opened. --json has the configuration of the components too.
     """
-    from ninferbuild.artifact.inspect import artifact_report, text_lines
+    from ninferbuild.artifact.inspect import artifact_report, record_lines, summary_lines
     from ninferbuild.artifact.reader import Artifact
 
     with Artifact(artifact) as opened:
         if output.as_json:
             output.json_document(artifact_report(opened, objects=objects, bindings=bindings))
         else:
-            for line in text_lines(opened, objects=objects, bindings=bindings):
+            for line in (*summary_lines(opened), *record_lines(opened, objects=objects, bindings=bindings)):
                 output.text(line)

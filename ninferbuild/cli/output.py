@@ -90,8 +90,8 @@ class Output:
             self.text("  ".join(cells).rstrip())
 
     def progress(self) -> Progress:
-        """How a build is shown: a bar on a terminal, lines elsewhere, nothing with ``-q``."""
+        """How a build is shown: a bar on a terminal, lines elsewhere, with ``-q`` what was asked for alone."""
         if self.quiet:
-            return QuietProgress()
+            return QuietProgress(explanations=sys.stderr)
         stream = sys.stderr if self.as_json else self.stdout
         return RichProgress(stream) if stream.isatty() else PlainProgress(stream, notes=sys.stderr)

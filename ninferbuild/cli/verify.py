@@ -10,6 +10,7 @@ import click
 from ninferbuild.cli.byte_bar import byte_bar
 from ninferbuild.cli.options import subcommand
 from ninferbuild.cli.output import Output
+from ninferbuild.printable import printable
 
 if TYPE_CHECKING:
     from ninferbuild.verify import Verification
@@ -64,9 +65,9 @@ def _print(output: Output, result: Verification) -> None:
     from ninferbuild.units import format_size
 
     for finding in result.findings:
-        output.text(str(finding))
+        output.text(printable(str(finding)))
     for subject, count in result.more.items():
-        output.text(f"{subject}: {count} more")
+        output.text(printable(f"{subject}: {count} more"))
     if result.unchecked:
         was = "was" if result.unchecked == 1 else "were"
         output.text(f"{_counted(result.unchecked, 'object')} could not be read and {was} not checked")
@@ -74,7 +75,8 @@ def _print(output: Output, result: Verification) -> None:
         verdict = "is not valid" if result.invalid else "is valid"
         if result.different:
             verdict += f"{' and' if result.invalid else ' but'} not what {result.against} says"
-        output.report(f"{result.path} {verdict}: {_counted(result.invalid + result.different, 'finding')}")
+        found = _counted(result.invalid + result.different, "finding")
+        output.report(printable(f"{result.path} {verdict}: {found}"))
         return
     held = (
         _counted(result.objects, "object"),
@@ -82,7 +84,7 @@ def _print(output: Output, result: Verification) -> None:
         format_size(result.payload_bytes),
     )
     agrees = f", as {result.against} says" if result.against else ""
-    output.report(f"{result.path} is valid{agrees}: {', '.join(held)}")
+    output.report(printable(f"{result.path} is valid{agrees}: {', '.join(held)}"))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -88,6 +88,8 @@ def adapter_for(base: Store) -> Adapter:
     names = base.config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     if not isinstance(name, str):
+        if not base.config and not base.path.is_dir():
+            raise ValueError(f"{base.path}: not a checkpoint directory, and no config.json beside it describes a model")
         raise ValueError(f"{base.root / 'config.json'}: names no model architecture (architectures: {names!r})")
     if name in _built_in():
         return _built_in()[name]

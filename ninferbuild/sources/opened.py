@@ -45,8 +45,14 @@ OPENERS: dict[str, Opener] = {".gguf": _open_gguf, ".ninfer": _open_artifact}
 
 
 def open_source(name: str, path: str | Path) -> Any:
-    """Open one checkpoint by the rule of its suffix."""
+    """Open one checkpoint by the rule of its suffix.
+
+    Raises:
+        ValueError, OSError: what the opener raises; the path holds a NUL.
+    """
     path = Path(path)
+    if "\0" in str(path):
+        raise ValueError(f"source {name!r}: {str(path)!r} is not a path: it holds a NUL")
     return OPENERS.get(path.suffix, _open_safetensors)(name, path)
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ninferbuild.artifact import inspect
+from ninferbuild.artifact.reader import Artifact
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,17 @@ def test_object_lines(demo, capsys):
         "           256             12 tensor   bf16/contiguous_le_v1 [2, 3]               m",
         "           512              4 tensor   fp32/contiguous_le_v1 []                   d",
     ]
+
+
+def test_readable_summary(demo):
+    with Artifact(demo) as artifact:
+        lines = dict(line.split(": ", 1) for line in inspect.summary_lines(artifact))
+        assert list(lines) == list(inspect.artifact_summary(artifact))
+        assert lines["name"] == "demo"
+        assert lines["components"] == ", ".join(artifact.directory.components)
+        assert lines["formats"] == "bf16 1, fp32 1"
+        del artifact.directory.metadata["name"]
+        assert "name: (none)" in list(inspect.summary_lines(artifact))
 
 
 def test_unknown_formats_and_missing_parts_are_listed(split_set, demo, capsys):

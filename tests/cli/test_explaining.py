@@ -50,6 +50,11 @@ def test_build_explains(here: Path, run: Run) -> None:
     assert ran.code == 0, ran
     assert "  format: q5_g64_fp16 → q8_g32_fp16" in ran.err.splitlines()
     assert "  asked for with --rerun" in ran.err.splitlines()
+    quiet = run("build", "a", "--explain", "-q", "--no-link", "--assign", f"{DOWN}=q8_g32_fp16", "--rerun")
+    assert (quiet.code, quiet.out) == (0, "")
+    assert "  asked for with --rerun" in quiet.err.splitlines()
+    assert "actions: " in ran.err
+    assert "actions: " not in quiet.err
     ran = run("build", "a", "--json", "--explain")
     assert json.loads(ran.out)["explain"] == []
 

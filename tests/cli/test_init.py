@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+import tempfile
 from typing import Any
 
 import pytest
@@ -106,6 +107,20 @@ def test_refused(project: Path, run: Any, args: tuple[str, ...], parts: tuple[st
     before = (project / "ninferbuild.toml").read_bytes()
     run("init", *args).failed(2, *parts)
     assert (project / "ninferbuild.toml").read_bytes() == before
+
+
+def test_a_directory_that_takes_no_file(project: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(prefix: str, dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}x")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    ran = run("init", "new", "--model", "model", "--recipe", "qwen3_6_27b")
+    ran.failed(1, f"error: {project / 'ninferbuild.toml'}: cannot be written: Permission denied\n")
+
+
+def test_names_are_printable(project: Path, run: Any) -> None:
+    ran = run("init", "new", "--model", "model", "--recipe", "qwen3_6_27b", "-f", "other\n\x1b.toml")
+    assert ran.out == "added target new to other\\n\\x1b.toml\n"
 
 
 def test_inline_targets_cannot_grow(project: Path, run: Any) -> None:

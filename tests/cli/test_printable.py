@@ -49,11 +49,11 @@ def test_inspect_and_verify(tmp_path: Path, run: Any, capsys: pytest.CaptureFixt
     assert json.loads(run("inspect", path, "--json").out)["name"] == f"{RED}artifact"
     assert inspect.main([str(path)]) == 0
     assert RED not in capsys.readouterr().out
-    odd = tmp_path / f"{RED}.ninfer"
+    odd = tmp_path / f"{RED}\n.ninfer"
     path.rename(odd)
     for command in ("verify", "inspect"):
         ran = run(command, odd)
-        assert SHOWN in ran.out
+        assert f"{SHOWN}\\n.ninfer" in ran.out
         assert RED not in ran.out
 
 

@@ -49,6 +49,12 @@ def test_a_config_without_architecture_is_named(tmp_path: Path, config: object) 
         models.build(store_with(tmp_path / "m", config))
 
 
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=r"empty: not a checkpoint directory, and no config\.json beside it"):
+        models.build(SafetensorsSource(tmp_path / "empty"))
+
+
 @pytest.mark.usefixtures("_fresh_registry")
 def test_other_distributions_register_adapters(
     open_fx: OpenFx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
