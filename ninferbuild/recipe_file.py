@@ -48,6 +48,8 @@ class RecipeFunction:
     file: Path | None = None
 
     def __call__(self, model: Any, recipe: Any, sources: Any) -> None:
+        if self.file is not None:
+            _require_arguments(self.function, self.file, self.reference.rpartition(":")[2])
         with user_code():
             self.function(model, recipe, sources)
 
@@ -86,7 +88,7 @@ def load(value: str, base: Path | None = None) -> RecipeFunction:
         ValueError: neither an official name nor a Python file.
         FileNotFoundError: the file does not exist.
         AttributeError: the file defines no such function.
-        TypeError: what it defines is not callable, or not with three arguments.
+        TypeError: what it defines is not callable.
 
     Whatever the file raises while it is executed propagates unchanged.
     """
@@ -115,7 +117,6 @@ def load(value: str, base: Path | None = None) -> RecipeFunction:
         ) from None
     if not callable(function):
         raise TypeError(f"{reference} must be callable with (model, recipe, sources), not {type(function).__name__}")
-    _require_arguments(function, path, name)
     return RecipeFunction(function, reference, path)
 
 

@@ -100,12 +100,11 @@ def test_sys_path_is_restored_after_a_failure(tmp_path: Path) -> None:
         ("qwen3_6_27", ValueError, "did you mean qwen3_6_27b?"),
         ("r.py:absent", AttributeError, "absent"),
         ("r.py:number", TypeError, "must be callable"),
-        ("r.py:two", TypeError, "r.py: two(model, recipe) must take (model, recipe, sources)"),
         ("bad.py", SyntaxError, ""),
     ],
 )
 def test_bad_references(tmp_path: Path, value: str, error: type[Exception], fragment: str) -> None:
-    write(tmp_path / "r.py", "number = 1\n\ndef two(model, recipe):\n    pass\n")
+    write(tmp_path / "r.py", "number = 1\n")
     write(tmp_path / "bad.py", "def (:\n")
     write(tmp_path / "notes.txt", "")
     (tmp_path / "folder.py").mkdir()
@@ -118,7 +117,15 @@ def test_bad_references(tmp_path: Path, value: str, error: type[Exception], frag
 @pytest.mark.parametrize("arguments", ["*every", "model, recipe, sources, more=1", "model, /, *others"])
 def test_functions_that_can_take_the_arguments(tmp_path: Path, arguments: str) -> None:
     write(tmp_path / "r.py", f"def configure({arguments}):\n    pass\n")
-    assert recipe_file.load("r.py", tmp_path).reference == "r.py:configure"
+    function = recipe_file.load("r.py", tmp_path)
+    assert function.reference == "r.py:configure"
+    function(None, None, None)
+
+
+def test_a_function_that_cannot_take_the_arguments(tmp_path: Path) -> None:
+    write(tmp_path / "r.py", "def two(model, recipe):\n    pass\n")
+    with pytest.raises(TypeError, match=r"r\.py: two\(model, recipe\) must take \(model, recipe, sources\)"):
+        recipe_file.load("r.py:two", tmp_path)(None, None, None)
 
 
 def edit_unseen(path: Path, text: str) -> None:

@@ -20,7 +20,6 @@ import torch
 
 from ninferbuild import execute
 from ninferbuild.artifact.formats import QUANT_FORMATS, QuantFormat
-from ninferbuild.digest import block_digest
 from ninferbuild.execute import Executor
 from ninferbuild.rules import compiled, grouped_absmax, grouped_search
 from ninferbuild.rules.compiled import Work
@@ -268,9 +267,15 @@ def test_without_numba_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not compiled._started
 
 
-def test_the_search_is_kept_by_the_text_it_was_made_from() -> None:
-    folder = Path(compiled.__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("compiled_search.py", "scale_bounds.py"))
-    version = block_digest(text + importlib.metadata.version("numba").encode()).hex()
+def test_the_search_is_kept_by_what_it_was_made_from_and_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llvmlite import binding
+
+    folder = compiled._search_folder()
     for loop in compiled._loops(Work.SEARCH).values():
-        assert f"/ninferbuild/compiled/{version}/" in str(loop._cache.cache_path)
+        assert f"/ninferbuild/compiled/{folder.name}/" in str(loop._cache.cache_path)
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "another")
+    assert compiled._search_folder() != folder
+    monkeypatch.undo()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "compiled_search.py"))
+    assert compiled._search_folder() != folder
